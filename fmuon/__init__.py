@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""fmuon: a functional Muon optimizer for PyTorch, built to be compiled.
+
+The house. A module imports only from lower floors; a test reads this table and checks.
+
+floor | module | job
+0 | base | contracts and vocabulary: Transformation, Matrix, Stack, Scalar, errors
+0 | foreach | one pointwise operation over lists of tensors
+1 | coefficients | Newton-Schulz polynomials exactly as published; no torch
+1 | scaling | matrix shape -> multiplier; no torch
+1 | tree | pytree <-> flat leaves with path names
+1 | scalars | numbers, schedules and per-leaf dicts -> tensors
+1 | momentum | average, Nesterov look-ahead, bias correction
+2 | orthogonalize | stack of matrices -> nearest semi-orthogonal stack
+2 | auxiliary | AdamW, NAdamW, Lion, SGD for everything that is not a matrix
+2 | partition | leaves -> labels, each with its reason and its matrix view
+2 | buckets | labelled leaves -> hashable plan of same-shape stacks; stack and unstack
+3 | planning | configuration and signature of a call -> who is updated with whom
+4 | functional | the algorithm: muon, init, update, update_, apply_updates
+5 | explanation | what every leaf gets and why
+5 | presets | the published optimizers as rows of configuration
+5 | compilation | the only call to torch.compile
+6 | optimizer | FMuon, the torch.optim shim
+"""
+
+from fmuon import presets
+from fmuon.auxiliary import adamw, lion, nadamw, sgd
+from fmuon.base import (
+    ConfigurationError,
+    FMuonError,
+    LeafError,
+    Matrix,
+    StateError,
+    Transformation,
+)
+from fmuon.compilation import compile
+from fmuon.explanation import explain
+from fmuon.functional import apply_updates, init, muon, update, update_
+from fmuon.orthogonalize import NewtonSchulz
+from fmuon.partition import label
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ConfigurationError",
+    "FMuonError",
+    "LeafError",
+    "Matrix",
+    "NewtonSchulz",
+    "StateError",
+    "Transformation",
+    "adamw",
+    "apply_updates",
+    "compile",
+    "explain",
+    "init",
+    "label",
+    "lion",
+    "muon",
+    "nadamw",
+    "presets",
+    "sgd",
+    "update",
+    "update_",
+]

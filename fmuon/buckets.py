@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Labelled leaves -> hashable plan of same-shape stacks; stack and unstack.
+
+Planning (`plan`) reads views, dtypes and devices. Execution (`stack`, `unstack`) is straight-line
+tensor code that follows a plan. Every matrix is stored wide in its stack: tall ones transposed.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from fmuon.base import Stack, View
+from fmuon.scaling import ScaleRule
+
+
+@dataclass(frozen=True)
+class MatrixLeaf:
+    """A leaf with its matrix view, the dtype of its arithmetic and its device.
+
+    `scale` is the shape scale of its first block; the blocks of a `Piece` are relative to it.
+    """
+
+    path: str
+    view: View
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of the view of one leaf of a bucket, `count` matrices of one shape.
+
+    Attributes:
+        leaf: index among the leaves of the bucket.
+        position: of the block among those of its leaf, row-major.
+        rows, columns: (start, stop) in the view.
+        tall: stored transposed.
+        relative_scale: shape scale of the block over that of the leaf's first block.
+    """
+
+    leaf: int
+    position: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    tall: bool
+    relative_scale: float
+
+
+@dataclass(frozen=True)
+class StackPlan:
+    """Matrices of one shape (short x long) that are orthogonalised together."""
+
+    short: int
+    long: int
+    counts: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Leaves that are updated together: those that share stacks, up to a size in bytes."""
+
+    paths: tuple[str, ...]
+    leaves: tuple[MatrixLeaf, ...]
+    stacks: tuple[StackPlan, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def matrix_leaf(
+    path: str, view: View, dtype: torch.dtype, device: torch.device, scale: ScaleRule
+) -> MatrixLeaf:
+    """A leaf whose scale is worked out from its view."""
+    return MatrixLeaf(path, view, dtype, device, scale(view.row_blocks[0], view.column_blocks[0]))
+
+
+def plan(
+    leaves: Iterable[MatrixLeaf], scale: ScaleRule, max_stack_bytes: int
+) -> tuple[Bucket, ...]:
+    """Group leaves into buckets whose stacks are as large as `max_stack_bytes` allows.
+
+    The grouping depends on paths, shapes, dtypes and devices only, not on the order of the leaves,
+    so every replica groups alike.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[MatrixLeaf]] = defaultdict(list)
+    for leaf in sorted(leaves, key=lambda leaf: leaf.path):
+        groups[leaf.dtype, leaf.device].append(leaf)
+    return tuple(
+        _bucket(chunk, scale)
+        for group in groups.values()
+        for connected in _connected(group)
+        for chunk in _chunks(connected, max_stack_bytes)
+    )
+
+
+def _shapes(leaf: MatrixLeaf) -> set[tuple[int, int]]:
+    view = leaf.view
+    return {
+        (min(rows, columns), max(rows, columns))
+        for rows in view.row_blocks
+        for columns in view.column_blocks
+    }
+
+
+def _connected(leaves: Sequence[MatrixLeaf]) -> list[list[MatrixLeaf]]:
+    """Leaves that share a matrix shape, directly or through others, in one list."""
+    components: list[tuple[set[tuple[int, int]], list[MatrixLeaf]]] = []
+    for leaf in leaves:
+        shapes, members = _shapes(leaf), [leaf]
+        apart: list[tuple[set[tuple[int, int]], list[MatrixLeaf]]] = []
+        for component in components:
+            if component[0] & shapes:
+                shapes, members = component[0] | shapes, component[1] + members
+            else:
+                apart.append(component)
+        components = [*apart, (shapes, members)]
+    return [sorted(members, key=lambda leaf: leaf.path) for _, members in components]
+
+
+def _chunks(leaves: Sequence[MatrixLeaf], max_bytes: int) -> list[list[MatrixLeaf]]:
+    chunks: list[list[MatrixLeaf]] = []
+    used = max_bytes
+    for leaf in leaves:
+        view = leaf.view
+        size = view.count * view.fan_out * view.fan_in * leaf.dtype.itemsize
+        if used + size > max_bytes:
+            chunks.append([])
+            used = 0
+        chunks[-1].append(leaf)
+        used += size
+    return chunks
+
+
+def _bucket(leaves: Sequence[MatrixLeaf], scale: ScaleRule) -> Bucket:
+    pieces: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    for index, leaf in enumerate(leaves):
+        blocks = product(_ranges(leaf.view.row_blocks), _ranges(leaf.view.column_blocks))
+        for position, (rows, columns) in enumerate(blocks):
+            fan_out, fan_in = rows[1] - rows[0], columns[1] - columns[0]
+            shape = min(fan_out, fan_in), max(fan_out, fan_in)
+            relative = scale(fan_out, fan_in) / leaf.scale
+            pieces[shape].append(Piece(index, position, rows, columns, fan_out > fan_in, relative))
+    stacks = tuple(
+        StackPlan(*shape, tuple(leaves[piece.leaf].view.count for piece in members), tuple(members))
+        for shape, members in pieces.items()
+    )
+    paths = tuple(leaf.path for leaf in leaves)
+    return Bucket(paths, tuple(leaves), stacks, leaves[0].dtype, leaves[0].device)
+
+
+def _ranges(blocks: tuple[int, ...]) -> list[tuple[int, int]]:
+    ends = [sum(blocks[: index + 1]) for index in range(len(blocks))]
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def stack(bucket: Bucket, leaves: Sequence[Tensor]) -> list[Stack]:
+    """The stacks of a bucket, from its leaves in their native shapes and any strides."""
+    views = [
+        leaf.permute(spec.view.order).reshape(spec.view.count, spec.view.fan_out, spec.view.fan_in)
+        for leaf, spec in zip(leaves, bucket.leaves, strict=True)
+    ]
+    stacks: list[Stack] = []
+    for spec in bucket.stacks:
+        wide: list[Tensor] = []
+        for piece in spec.pieces:
+            block = views[piece.leaf][:, slice(*piece.rows), slice(*piece.columns)]
+            wide.append(block.mT if piece.tall else block)
+        stacks.append(_concatenate(wide, 0))
+    return stacks
+
+
+def unstack(bucket: Bucket, stacks: Sequence[Stack]) -> list[Tensor]:
+    """Back to the leaves' native shapes, blocks at their places and relative scales applied."""
+    blocks: list[dict[int, Tensor]] = [{} for _ in bucket.leaves]
+    for spec, stacked in zip(bucket.stacks, stacks, strict=True):
+        for piece, wide in zip(spec.pieces, stacked.split(list(spec.counts)), strict=True):
+            block = wide.mT if piece.tall else wide
+            if piece.relative_scale != 1:
+                block = block * piece.relative_scale
+            blocks[piece.leaf][piece.position] = block
+    return [_native(leaf.view, own) for leaf, own in zip(bucket.leaves, blocks, strict=True)]
+
+
+def _native(view: View, blocks: dict[int, Tensor]) -> Tensor:
+    """Blocks by row-major position -> the leaf in its native shape."""
+    width = len(view.column_blocks)
+    rows = [
+        _concatenate([blocks[start + column] for column in range(width)], 2)
+        for start in range(0, len(blocks), width)
+    ]
+    permuted = _concatenate(rows, 1).reshape([view.shape[axis] for axis in view.order])
+    return permuted.permute([view.order.index(axis) for axis in range(len(view.order))])
+
+
+def _concatenate(tensors: list[Tensor], dim: int) -> Tensor:
+    # cat copies even when there is nothing to join.
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stack of matrices -> the nearest stack of semi-orthogonal matrices.
+
+For X = U S V^T the target is the polar factor U V^T. The methods are frozen callables, rows of
+`METHODS`; each takes any [..., m, n] tensor and treats the last two axes as matrices.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from fmuon.base import ConfigurationError, Stack, lookup
+from fmuon.coefficients import CoefficientSet, coefficient_set
+
+_DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+class Orthogonalizer(Protocol):
+    """What `muon(orthogonalize=...)` accepts: a hashable callable with a one-line report."""
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """[..., m, n] -> [..., m, n] in the same dtype."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class NewtonSchulz:
+    """The quintic Newton-Schulz iteration [Jordan 2024; Bernstein and Newhouse 2024, eq. 4].
+
+    With A = X X^T, one step is X <- a X + (b A + c A A) X. It is run on the short side and costs
+    4 m^2 n + 2 m^3 flops for an m x n matrix, m <= n.
+
+    Args:
+        coefficients: a name in `fmuon.coefficients.COEFFICIENTS`, or a `CoefficientSet`.
+        steps: None is the count the set was made for.
+        dtype: of the products: "auto" is bfloat16 where the device multiplies it natively and
+            float32 elsewhere; float64 input stays float64. A `torch.dtype` or its name fixes it.
+        eps: guards the division by the norm. Relative to the largest entry for "scale_free",
+            absolute for the other two.
+        norm: "scale_free" divides by the largest entry and then by the Frobenius norm, so that the
+            result is the same for X and c X at any scale; "add" divides by |X| + eps and "clamp" by
+            max(|X|, eps), as other optimizers do.
+
+    A zero matrix gives exactly zero; NaN or inf makes its own matrix NaN and no other.
+    """
+
+    coefficients: str | CoefficientSet = "jordan"
+    steps: int | None = None
+    dtype: str | torch.dtype = "auto"
+    eps: float = 1e-7
+    norm: str = "scale_free"
+
+    def __post_init__(self) -> None:
+        coefficient_set(self.coefficients).polynomials(self.steps)
+        lookup(_NORMS, self.norm, "norm")
+        if isinstance(self.dtype, str):
+            lookup(_DTYPES, self.dtype, "dtype")
+        elif not self.dtype.is_floating_point:
+            raise ConfigurationError(f"dtype={self.dtype}: a floating point dtype is needed")
+        if self.eps < 0:
+            raise ConfigurationError(f"eps={self.eps}: must not be negative")
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """Orthogonalise the trailing two axes of x, [..., m, n] -> [..., m, n], dtype kept."""
+        return on_wide_stack(self._iterate, x)
+
+    def _iterate(self, x: Stack) -> Stack:
+        family = coefficient_set(self.coefficients)
+        x, dtype = _NORMS[self.norm](x, family.norm_safety, self.eps), x.dtype
+        x = x.to(self._compute_dtype(x))
+        for a, b, c in family.polynomials(self.steps):
+            gram = x @ x.mT
+            # b A + c A A, then a X + (b A + c A A) X: one fused product each.
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, polynomial, x, beta=a)
+        return x.to(dtype)
+
+    def _compute_dtype(self, x: Tensor) -> torch.dtype:
+        dtype = _DTYPES[self.dtype] if isinstance(self.dtype, str) else self.dtype
+        if dtype is not None:
+            return dtype
+        if x.dtype == torch.float64:
+            return torch.float64
+        return torch.bfloat16 if multiplies_bfloat16(x.device) else torch.float32
+
+    def __str__(self) -> str:
+        """`newton_schulz(jordan, 5 steps, auto)`."""
+        family = self.coefficients if isinstance(self.coefficients, str) else "own coefficients"
+        steps = len(coefficient_set(self.coefficients).polynomials(self.steps))
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"newton_schulz({family}, {steps} steps, {dtype})"
+
+
+METHODS: dict[str, Callable[[], Orthogonalizer]] = {"newton_schulz": NewtonSchulz}
+
+
+def orthogonalizer(method: Any) -> Orthogonalizer:
+    """The method of that name with its defaults; a callable passes through."""
+    if isinstance(method, str):
+        return lookup(METHODS, method, "orthogonalize")()
+    if not callable(method):
+        raise ConfigurationError(
+            f"orthogonalize={method!r}: give a callable [..., m, n] -> [..., m, n] or one of "
+            f"{', '.join(map(repr, METHODS))}"
+        )
+    return method
+
+
+def on_wide_stack(method: Callable[[Stack], Stack], x: Tensor) -> Tensor:
+    """Apply a method for stacks of wide matrices to any [..., m, n] tensor."""
+    if x.ndim < 2:
+        raise ConfigurationError(
+            f"can't orthogonalise a tensor of shape {tuple(x.shape)}; [..., rows, columns] needed"
+        )
+    if x.numel() == 0:
+        return x.clone()
+    tall = x.shape[-2] > x.shape[-1]
+    wide = x.mT if tall else x
+    result = method(wide.reshape(-1, *wide.shape[-2:])).reshape(wide.shape)
+    return result.mT if tall else result
+
+
+def _scale_free(x: Stack, safety: float, eps: float) -> Stack:
+    # Squares of entries beyond 1e19 or below 1e-23 leave the range of float32; those of x / peak
+    # don't, and the norm of x / peak is at least 1. A reciprocal of the peak could overflow.
+    peak = torch.linalg.vector_norm(x, float("inf"), dim=(-2, -1), keepdim=True)
+    x = x / torch.where(peak > 0, peak, 1)
+    return x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) * safety + eps)
+
+
+def _add(x: Stack, safety: float, eps: float) -> Stack:
+    return x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) * safety + eps)
+
+
+def _clamp(x: Stack, safety: float, eps: float) -> Stack:
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return x / (norm * safety).clamp(min=eps)
+
+
+_NORMS = {"scale_free": _scale_free, "add": _add, "clamp": _clamp}
+
+
+@torch.compiler.assume_constant_result
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device has bfloat16 multipliers: tensor cores, AMX or AVX512-BF16.
+
+    Elsewhere bfloat16 products are emulated, more than 25 times slower than float32.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu":
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return False

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration + names, shapes and dtypes of one call -> a frozen plan of who is updated with whom.
+
+Runs outside the trace, once per signature: a compiled update holds the plan as a constant. Every
+check of an update is made here, before anything is computed or written.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fmuon.auxiliary import Rule
+from fmuon.base import (
+    ConfigurationError,
+    LeafError,
+    Matrix,
+    Scalar,
+    StateError,
+    near_misses,
+)
+from fmuon.buckets import Bucket, MatrixLeaf, matrix_leaf, plan
+from fmuon.orthogonalize import Orthogonalizer
+from fmuon.partition import Assignment, Label, Labels, Leaf, as_view, assign, declared
+from fmuon.scalars import check_scalar, is_mask
+from fmuon.scaling import ScaleRule
+
+MISSING = ("skip", "zero", "error")
+_LABELS = ("muon", "auxiliary", "frozen", "error")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The options of `fmuon.muon`, checked."""
+
+    lr: Scalar
+    momentum: Scalar
+    nesterov: bool
+    bias_correction: bool
+    weight_decay: Scalar | Callable[[str, Tensor], float]
+    orthogonalize: Orthogonalizer
+    scale: ScaleRule
+    auxiliary: Rule | tuple[tuple[str, Rule], ...]
+    labels: Labels
+    missing: str
+    max_stack_bytes: int
+    differentiable: bool
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "momentum", "weight_decay"):
+            check_scalar(name, getattr(self, name))
+        if self.missing not in MISSING:
+            raise ConfigurationError(
+                f"missing={self.missing!r}; known: {', '.join(map(repr, MISSING))}"
+            )
+        if self.max_stack_bytes < 1:
+            raise ConfigurationError(f"max_stack_bytes={self.max_stack_bytes}: must be positive")
+        if self.auxiliary == () or (reserved := set(self.rules) & {"muon", "frozen", "error"}):
+            raise ConfigurationError(
+                f"auxiliary: give a rule, or a dict name -> rule with names other than "
+                f"{sorted(reserved) if self.auxiliary else 'none'}"
+            )
+        for key, label in self.labels if isinstance(self.labels, tuple) else ():
+            self._check_label(f"labels[{key!r}]", label)
+
+    @property
+    def rules(self) -> dict[str | None, Rule]:
+        """The auxiliary rules by name; None is the name of the only one."""
+        return {None: self.auxiliary} if isinstance(self.auxiliary, Rule) else dict(self.auxiliary)
+
+    def rule_name(self, label: Any) -> str | None:
+        """The name of the rule that a label other than a `Matrix` stands for."""
+        return label if label in self.rules else next(iter(self.rules))
+
+    def _check_label(self, where: str, label: Any) -> None:
+        names = [name for name in self.rules if name is not None]
+        if isinstance(label, Matrix) or label in (*_LABELS, *names):
+            return
+        known = [*_LABELS, *names]
+        raise LeafError(
+            f"{where}: unknown label {label!r}; known: a fmuon.Matrix, "
+            f"{', '.join(map(repr, known))}{near_misses(str(label), known)}"
+        )
+
+    def assign(self, leaves: Mapping[str, Tensor | None]) -> dict[str, Assignment]:
+        """Every leaf's label and reason, checked against what the leaf is."""
+        tensors = {path: leaf for path, leaf in leaves.items() if leaf is not None}
+        specs = {path: Leaf(tuple(leaf.shape), leaf.dtype) for path, leaf in tensors.items()}
+        assignments = assign(specs, self.labels)
+        for path, (label, _, _) in assignments.items():
+            self._check_label(repr(path), label)
+            if label != "frozen":
+                _check_trainable(path, tensors[path])
+            if isinstance(label, Matrix):
+                label.view(path, specs[path].shape)
+        _check_not_empty(assignments)
+        none = {path: Assignment("frozen", "None") for path in leaves if path not in tensors}
+        return {path: (assignments | none)[path] for path in leaves}
+
+
+def _check_trainable(path: str, leaf: Tensor) -> None:
+    if leaf.layout != torch.strided:
+        raise LeafError(f"{path!r}: sparse parameter ({leaf.layout}); make it dense")
+    if leaf.dtype.is_complex:
+        raise LeafError(
+            f"{path!r}: complex parameter ({leaf.dtype}); train torch.view_as_real of it, or label "
+            f"it 'frozen'"
+        )
+    if not leaf.dtype.is_floating_point:
+        raise LeafError(
+            f"{path!r}: dtype {leaf.dtype}; floating point needed, or label it 'frozen'"
+        )
+
+
+def _check_not_empty(assignments: Mapping[str, Assignment]) -> None:
+    if any(isinstance(a.label, Matrix) for a in assignments.values()):
+        return
+    if assignments and all(a.explicit for a in assignments.values()):
+        return
+    frozen = sum(a.label == "frozen" for a in assignments.values())
+    raise LeafError(
+        f"no leaf was assigned to Muon ({len(assignments) - frozen} auxiliary, {frozen} frozen); "
+        f"pass the matrices of the model, or label every leaf if this is meant; "
+        f"print(fmuon.explain(model)) shows why each leaf got what it has"
+    )
+
+
+# ---- the plan of an update -----------------------------------------------------------------------
+
+
+class Spec(NamedTuple):
+    """What planning knows of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+
+
+Specs: TypeAlias = Mapping[str, Spec | None]
+# The same as nested tuples of constants, which dynamo hands to code that it doesn't trace.
+Signature: TypeAlias = tuple[tuple[str, tuple[Any, ...] | None], ...]
+
+
+@dataclass(frozen=True)
+class RuleGroup:
+    """Leaves of one auxiliary rule, dtype and device; `name` is the rule's in a dict of rules."""
+
+    name: str | None
+    rule: Rule
+    dtype: torch.dtype
+    device: torch.device
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who is updated with whom.
+
+    Attributes:
+        groups: buckets of matrices and groups of other leaves.
+        idle: leaves without a gradient, which are left alone.
+        empty: matrix leaves without elements.
+    """
+
+    groups: tuple[Bucket | RuleGroup, ...]
+    idle: tuple[str, ...]
+    empty: tuple[str, ...]
+
+
+def signature(leaves: Mapping[str, Tensor | None]) -> Signature:
+    """Names, shapes, dtypes, devices and layouts as constants."""
+    # operator.index makes dynamo specialise on a size that it holds to be symbolic.
+    return tuple(
+        (
+            path,
+            None
+            if leaf is None
+            else (tuple(map(operator.index, leaf.shape)), leaf.dtype, leaf.device, leaf.layout),
+        )
+        for path, leaf in leaves.items()
+    )
+
+
+def _specs(leaves: Signature) -> dict[str, Spec | None]:
+    return {path: None if spec is None else Spec(*spec) for path, spec in leaves}
+
+
+@torch.compiler.assume_constant_result
+def plan_update(*arguments: Any) -> Plan:
+    """`_plan_update`, as a constant of the trace; a cache between eager calls."""
+    return _plan_update(*arguments)
+
+
+# Dynamo would trace through the cache of a decorated function, and so into the planning.
+@functools.lru_cache(maxsize=64)
+def _plan_update(
+    config: Configuration,
+    grads: Signature,
+    momentum: Signature,
+    slots: tuple[tuple[str | None, str, Signature], ...],
+    known: tuple[str, ...],
+    params: Signature | None,
+    named: tuple[tuple[str, str], ...],
+    decays: bool,
+) -> Plan:
+    """Check that gradients, state, params and configuration fit together, and group the leaves.
+
+    Args:
+        config: the options.
+        grads: of the gradients.
+        momentum: of the state's momentum.
+        slots: (rule name, slot name, leaves) of the state's auxiliary slots.
+        known: paths of all leaves of the state.
+        params: of the params where they were passed.
+        named: (option, path) for every leaf that a per-call dict names.
+        decays: whether a weight decay other than the constant 0 needs the params.
+    """
+    gradients = _specs(grads)
+    weights = None if params is None else _specs(params)
+    stored = _stored(momentum, slots)
+    _check_names(config, gradients, known, weights, named, decays)
+    matrices: list[MatrixLeaf] = []
+    others: dict[tuple[Any, ...], list[str]] = {}
+    idle: list[str] = []
+    empty: list[str] = []
+    for path in sorted(known):
+        holders, moment = stored.get(path, (frozenset(), None))
+        gradient = gradients[path]
+        like = moment or gradient
+        if gradient is None and config.missing == "error":
+            raise LeafError(
+                f"{path!r}: its gradient is None and missing='error'; pass a gradient, or choose "
+                f"missing='skip' (leave the leaf alone) or 'zero' (as if it were zero)"
+            )
+        if like is None or (gradient is None and config.missing == "skip"):
+            idle.append(path)
+            continue
+        _check_shapes(path, gradient, like, weights)
+        label = _label_in_state(config, path, like, holders)
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        if not isinstance(label, Matrix):
+            name = config.rule_name(label)
+            others.setdefault((name, config.rules[name], dtype, like.device), []).append(path)
+        elif 0 in like.shape:
+            empty.append(path)
+        else:
+            view = label.view(path, like.shape)
+            matrices.append(matrix_leaf(path, view, dtype, like.device, config.scale))
+    groups = (
+        *plan(matrices, config.scale, config.max_stack_bytes),
+        *(RuleGroup(*key, tuple(paths)) for key, paths in others.items()),
+    )
+    return Plan(groups, tuple(idle), tuple(empty))
+
+
+_MOMENTUM = "momentum"
+
+
+def _stored(
+    momentum: Signature, slots: tuple[tuple[str | None, str, Signature], ...]
+) -> dict[str, tuple[frozenset[str | None], Spec | None]]:
+    """Path -> (who holds it, as what): `_MOMENTUM` or names of rules."""
+    stored: dict[str, tuple[frozenset[str | None], Spec | None]] = {}
+    sources = [(_MOMENTUM, momentum), *((name, leaves) for name, _, leaves in slots)]
+    for holder, leaves in sources:
+        for path, spec in _specs(leaves).items():
+            holders, _ = stored.get(path, (frozenset(), None))
+            stored[path] = holders | {holder}, spec
+    return stored
+
+
+def _check_names(
+    config: Configuration,
+    grads: Specs,
+    known: Sequence[str],
+    params: Specs | None,
+    named: Sequence[tuple[str, str]],
+    decays: bool,
+) -> None:
+    absent = [path for path in known if path not in grads]
+    unknown = [
+        path
+        for path, spec in grads.items()
+        if path not in set(known) and spec is not None and not _is_frozen(config, path, spec)
+    ]
+    if unknown or absent:
+        raise StateError(
+            f"grads and state don't name the same leaves; missing from grads: {absent}; unknown to "
+            f"the state: {unknown}; pass None for a leaf without a gradient, and make the state "
+            f"with init(params) of the same leaves"
+        )
+    for option, path in named:
+        if path not in known:
+            raise LeafError(f"{option}: {path!r} is no leaf of the state{near_misses(path, known)}")
+    if decays and params is None:
+        raise ConfigurationError(
+            "weight decay needs the params: call update(grads, state, step, params), or set "
+            "weight_decay=0"
+        )
+    if params is not None and (absent := [p for p in known if params.get(p) is None]):
+        raise LeafError(f"params: missing the leaves {absent}, which the state has")
+
+
+def _is_frozen(config: Configuration, path: str, spec: Spec) -> bool:
+    return declared(path, Leaf(spec.shape, spec.dtype), config.labels)[0] == "frozen"
+
+
+def _check_shapes(path: str, grad: Spec | None, like: Spec, params: Specs | None) -> None:
+    if grad is not None:
+        if grad.layout != torch.strided:
+            raise LeafError(
+                f"{path!r}: sparse gradient ({grad.layout}); make it dense with .to_dense(), or "
+                f"build the layer with sparse=False"
+            )
+        if not grad.dtype.is_floating_point:
+            raise LeafError(f"{path!r}: gradient of dtype {grad.dtype}; floating point needed")
+    own = None if params is None else params[path]
+    for what, spec in (("gradient", grad), ("param", own)):
+        if spec is not None and spec.shape != like.shape:
+            raise LeafError(
+                f"{path!r}: {what} of shape {spec.shape}, state of shape {like.shape}; the two "
+                f"must be equal (init(params) makes a new state)"
+            )
+
+
+def _label_in_state(
+    config: Configuration, path: str, like: Spec, holders: frozenset[str | None]
+) -> Label:
+    """The label of a leaf of the state; what the state holds and the configuration must agree."""
+    label, source = declared(path, Leaf(like.shape, like.dtype), config.labels)
+    has_momentum = _MOMENTUM in holders
+    if label is None and has_momentum:
+        if len(like.shape) != 2:
+            raise StateError(
+                f"{path!r}: the state has a momentum of shape {like.shape}, for which this opt "
+                f"declares no matrix view; use the opt that made this state"
+            )
+        return Matrix()
+    if label is None:
+        label, source = "auxiliary", "the default"
+    label = as_view(path, like.shape, label)
+    expected = _MOMENTUM if isinstance(label, Matrix) else config.rule_name(label)
+    if (
+        label in ("frozen", "error")
+        or holders - {expected}
+        or (has_momentum < (expected == _MOMENTUM))
+    ):
+        found = "a momentum" if has_momentum else "no momentum"
+        raise StateError(
+            f"{path!r}: {source} says {label!r}, but the state holds {found} for it; use the opt "
+            f"that made this state"
+        )
+    return label
+
+
+@torch.compiler.assume_constant_result
+def masked(decay: Any, params: Signature | None) -> tuple[tuple[str, float], ...] | None:
+    """(path, value) for every leaf, where the decay is a callable (path, tensor) -> number."""
+    if not is_mask(decay):
+        return None
+    return tuple(
+        (path, float(decay(path, torch.empty(spec[0], dtype=spec[1], device="meta"))))
+        for path, spec in params or ()
+        if spec is not None
+    )

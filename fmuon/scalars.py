@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers, 0-d tensors, schedules and per-leaf dicts -> float64 tensors on the leaves' device."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fmuon.base import ConfigurationError, Scalar
+
+Scalars: TypeAlias = Scalar | Mapping[str, Scalar]
+"""One scalar for all leaves, or a flat dict path -> scalar."""
+
+_UNIT_INTERVAL = frozenset({"momentum", "beta1", "beta2"})
+
+
+def check_scalar(name: str, value: Any) -> None:
+    """Refuse numbers out of range and things that are no scalar; tensors are taken as they are."""
+    if isinstance(value, Mapping):
+        for path, entry in value.items():
+            check_scalar(f"{name}[{path!r}]", entry)
+    elif isinstance(value, int | float):
+        unit = name.split("[")[0] in _UNIT_INTERVAL
+        if not 0 <= value < (1 if unit else float("inf")):
+            allowed = "in [0, 1)" if unit else "finite and not negative"
+            raise ConfigurationError(f"{name}={value}: must be {allowed}")
+    elif isinstance(value, Tensor):
+        if value.ndim:
+            raise ConfigurationError(
+                f"{name}: a tensor of shape {tuple(value.shape)}; a 0-d tensor is needed"
+            )
+    elif not callable(value):
+        raise ConfigurationError(
+            f"{name}={value!r}: give a number, a 0-d tensor, a callable of the step, or a dict "
+            f"path -> one of these"
+        )
+
+
+def is_zero(value: Any) -> bool:
+    """Whether a scalar is the Python constant 0, and stays it."""
+    return isinstance(value, int | float) and value == 0
+
+
+def is_mask(value: Any) -> bool:
+    """Whether a weight decay is a callable (path, tensor) -> number, not one of the step."""
+    if not callable(value) or isinstance(value, Tensor):
+        return False
+    parameters = inspect.signature(value).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [p for p in parameters if p.default is p.empty and p.kind in kinds]
+    return len(required) == 2
+
+
+def resolve(
+    value: Scalars, default: Any, step: Tensor, paths: Sequence[str], device: torch.device
+) -> Tensor:
+    """The value for some leaves: float64, 0-d or, from a dict, one entry per leaf.
+
+    Leaves that a dict doesn't name get the default. A schedule is called with the step.
+    """
+    if not isinstance(value, Mapping):
+        return _tensor(value, step, device)
+    return torch.stack([_tensor(value.get(path, default), step, device) for path in paths])
+
+
+def _tensor(value: Any, step: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(value, Tensor) and callable(value):
+        value = value(step)
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=torch.float64)
+    # Not as_tensor: under torch.compile that makes every value a graph of its own.
+    return torch.full((), value, dtype=torch.float64, device=device)
