@@ -36,6 +36,7 @@ from fmuon.base import (
 from fmuon.compilation import compile
 from fmuon.explanation import explain
 from fmuon.functional import apply_updates, init, muon, update, update_
+from fmuon.optimizer import FMuon
 from fmuon.orthogonalize import NewtonSchulz
 from fmuon.partition import label
 
@@ -43,6 +44,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "ConfigurationError",
+    "FMuon",
     "FMuonError",
     "LeafError",
     "Matrix",

@@ -46,6 +46,8 @@ class Rule:
     weight_decay: float | None
 
     def __post_init__(self) -> None:
+        # A list would make the rule unhashable.
+        object.__setattr__(self, "betas", tuple(self.betas))
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigurationError(
                 f"{self.name}: betas={self.betas} must be two numbers in [0, 1)"
@@ -70,7 +72,7 @@ def adamw(
 
     [Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2]
     """
-    return Rule("adamw", ("mu", "nu"), _adam, tuple(betas), eps, lr_scale, weight_decay)
+    return Rule("adamw", ("mu", "nu"), _adam, betas, eps, lr_scale, weight_decay)
 
 
 def nadamw(
@@ -83,7 +85,7 @@ def nadamw(
 
     [Dozat 2016, algorithm 2, with constant b1]
     """
-    return Rule("nadamw", ("mu", "nu"), _nadam, tuple(betas), eps, lr_scale, weight_decay)
+    return Rule("nadamw", ("mu", "nu"), _nadam, betas, eps, lr_scale, weight_decay)
 
 
 def lion(
@@ -95,7 +97,7 @@ def lion(
 
     [Chen et al. 2023, arXiv 2302.06675, algorithm 2]
     """
-    return Rule("lion", ("mu",), _lion, tuple(betas), 0.0, lr_scale, weight_decay)
+    return Rule("lion", ("mu",), _lion, betas, 0.0, lr_scale, weight_decay)
 
 
 def sgd(momentum: float = 0.0, lr_scale: float = 1.0, weight_decay: float | None = None) -> Rule:

@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _SCALARS = ("step", "lr", "weight_decay", "momentum", "betas", "eps")
 
 
-def compile(  # noqa: A001
+def compile(
     function: Function,
     mode: str = "max-autotune",
     *,
@@ -39,7 +39,11 @@ def compile(  # noqa: A001
         mode: as for torch.compile; "default" compiles fastest.
         backend: as for torch.compile; modes apply to "inductor".
     """
-    options = torch._inductor.list_mode_options(mode) if backend == "inductor" else None
+    # Both are heavy, and only needed by those who compile.
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor import list_mode_options
+
+    options = list_mode_options(mode) if backend == "inductor" else None
     target = _own_code(function)
     compiled = torch.compile(
         target, fullgraph=True, dynamic=False, backend=backend, options=options or None
@@ -58,7 +62,7 @@ def compile(  # noqa: A001
             torch.compiler.cudagraph_mark_step_begin()
         try:
             result = compiled(*bound.args, **bound.kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except TorchDynamoException as error:
             raise _own_error(error) or error from None
         return _cloned(result) if graphs else result
 

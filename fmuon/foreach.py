@@ -5,11 +5,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @torch.compiler.assume_constant_result
 def _inside_functorch() -> bool:
-    return torch._C._functorch.maybe_current_level() is not None
+    return _functorch.maybe_current_level() is not None
 
 
 def foreach(operation: str, *operands: Sequence[Tensor]) -> list[Tensor]:

@@ -26,7 +26,7 @@ from fmuon.momentum import average, look_ahead, per_leaf
 from fmuon.orthogonalize import NewtonSchulz, Orthogonalizer, orthogonalizer
 from fmuon.partition import Label
 from fmuon.planning import Configuration, Plan, RuleGroup, masked, plan_update, signature
-from fmuon.scalars import Scalars, check_scalar, is_zero, resolve
+from fmuon.scalars import Scalars, check_scalar, is_callable, is_zero, resolve
 from fmuon.scaling import ScaleRule, scale_rule
 from fmuon.tree import flatten
 
@@ -129,7 +129,7 @@ class Muon(Configuration):
 
 
 class _Call:
-    """The step, the params and the scalars of one call, and the configuration's where none is given.
+    """The step, params and scalars of one call, and the configuration's where none is given.
 
     A weight decay or beta given for all leaves stands in for the configuration's; one given in a
     dict is that leaf's own.
@@ -171,11 +171,10 @@ class _Call:
             not is_zero(rule.weight_decay or 0) for rule in config.rules.values()
         )
         for values in (self.given, self.defaults):
-            by_leaf = masked(
-                values.get("weight_decay"), None if params is None else signature(params)
-            )
-            if by_leaf is not None:
-                values["weight_decay"] = dict(by_leaf)
+            decay = values.get("weight_decay")
+            if is_callable(decay):
+                by_leaf = masked(decay, None if params is None else signature(params))
+                values["weight_decay"] = decay if by_leaf is None else dict(by_leaf)
 
     @property
     def named(self) -> tuple[tuple[str, str], ...]:
@@ -217,7 +216,8 @@ class _Call:
 
 def _split(betas: Any) -> tuple[Any, Any]:
     if isinstance(betas, Mapping):
-        return tuple({path: pair[i] for path, pair in betas.items()} for i in range(2))
+        pairs: Mapping[str, Any] = betas
+        return {p: pair[0] for p, pair in pairs.items()}, {p: pair[1] for p, pair in pairs.items()}
     return (None, None) if betas is None else (betas[0], betas[1])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration + names, shapes and dtypes of one call -> a frozen plan of who is updated with whom.
+"""Configuration + names, shapes and dtypes of a call -> a frozen plan of who is updated with whom.
 
 Runs outside the trace, once per signature: a compiled update holds the plan as a constant. Every
 check of an update is made here, before anything is computed or written.
@@ -30,6 +30,7 @@ from fmuon.scalars import check_scalar, is_mask
 from fmuon.scaling import ScaleRule
 
 MISSING = ("skip", "zero", "error")
+_MOMENTUM = "momentum"
 _LABELS = ("muon", "auxiliary", "frozen", "error")
 
 
@@ -59,10 +60,11 @@ class Configuration:
             )
         if self.max_stack_bytes < 1:
             raise ConfigurationError(f"max_stack_bytes={self.max_stack_bytes}: must be positive")
-        if self.auxiliary == () or (reserved := set(self.rules) & {"muon", "frozen", "error"}):
+        reserved = {"muon", "frozen", "error", _MOMENTUM}
+        if not self.rules or reserved & set(self.rules):
             raise ConfigurationError(
-                f"auxiliary: give a rule, or a dict name -> rule with names other than "
-                f"{sorted(reserved) if self.auxiliary else 'none'}"
+                f"auxiliary: {sorted(map(str, self.rules))}; give a rule, or a dict name -> rule "
+                f"with one entry at least and none of the names {sorted(reserved)}"
             )
         for key, label in self.labels if isinstance(self.labels, tuple) else ():
             self._check_label(f"labels[{key!r}]", label)
@@ -225,11 +227,11 @@ def _plan_update(
     stored = _stored(momentum, slots)
     _check_names(config, gradients, known, weights, named, decays)
     matrices: list[MatrixLeaf] = []
-    others: dict[tuple[Any, ...], list[str]] = {}
+    others: dict[tuple[str | None, Rule, torch.dtype, torch.device], list[str]] = {}
     idle: list[str] = []
     empty: list[str] = []
     for path in sorted(known):
-        holders, moment = stored.get(path, (frozenset(), None))
+        holders, moment = stored.get(path, (frozenset[str | None](), None))
         gradient = gradients[path]
         like = moment or gradient
         if gradient is None and config.missing == "error":
@@ -258,9 +260,6 @@ def _plan_update(
     return Plan(groups, tuple(idle), tuple(empty))
 
 
-_MOMENTUM = "momentum"
-
-
 def _stored(
     momentum: Signature, slots: tuple[tuple[str | None, str, Signature], ...]
 ) -> dict[str, tuple[frozenset[str | None], Spec | None]]:
@@ -269,7 +268,7 @@ def _stored(
     sources = [(_MOMENTUM, momentum), *((name, leaves) for name, _, leaves in slots)]
     for holder, leaves in sources:
         for path, spec in _specs(leaves).items():
-            holders, _ = stored.get(path, (frozenset(), None))
+            holders, _ = stored.get(path, (frozenset[str | None](), None))
             stored[path] = holders | {holder}, spec
     return stored
 

@@ -43,9 +43,15 @@ def is_zero(value: Any) -> bool:
     return isinstance(value, int | float) and value == 0
 
 
+def is_callable(value: Any) -> bool:
+    """Whether a checked scalar is a function, of the step or of a leaf."""
+    # By exclusion: dynamo can't trace callable() of a dict.
+    return value is not None and not isinstance(value, int | float | Tensor | Mapping)
+
+
 def is_mask(value: Any) -> bool:
     """Whether a weight decay is a callable (path, tensor) -> number, not one of the step."""
-    if not callable(value) or isinstance(value, Tensor):
+    if not is_callable(value):
         return False
     parameters = inspect.signature(value).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -56,17 +62,20 @@ def is_mask(value: Any) -> bool:
 def resolve(
     value: Scalars, default: Any, step: Tensor, paths: Sequence[str], device: torch.device
 ) -> Tensor:
-    """The value for some leaves: float64, 0-d or, from a dict, one entry per leaf.
+    """The value for some leaves: float64, 0-d or (from a dict) one entry per leaf.
 
     Leaves that a dict doesn't name get the default. A schedule is called with the step.
     """
     if not isinstance(value, Mapping):
         return _tensor(value, step, device)
-    return torch.stack([_tensor(value.get(path, default), step, device) for path in paths])
+    values = [value.get(path, default) for path in paths]
+    if all(entry is values[0] for entry in values):
+        return _tensor(values[0], step, device)
+    return torch.stack([_tensor(entry, step, device) for entry in values])
 
 
 def _tensor(value: Any, step: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(value, Tensor) and callable(value):
+    if is_callable(value):
         value = value(step)
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=torch.float64)

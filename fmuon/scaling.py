@@ -29,7 +29,10 @@ def match_rms_adamw(fan_out: int, fan_in: int) -> float:
 
 
 def spectral(fan_out: int, fan_in: int) -> float:
-    """sqrt(fan_out / fan_in): an update of spectral norm lr in RMS units [Bernstein 2025, eq. 4]."""
+    """sqrt(fan_out / fan_in): an update of spectral norm lr between RMS norms.
+
+    [Bernstein 2025, jeremybernste.in/writing/deriving-muon]
+    """
     return math.sqrt(fan_out / fan_in)
 
 

@@ -1,0 +1,549 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FMuon`: the functional core behind the interface of torch.optim.
+
+This module keeps param groups and per-parameter state in torch's format; each step hands them to
+`update_` under path names.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fmuon.auxiliary import Rule
+from fmuon.base import ConfigurationError, LeafError, Matrix, StateError, lookup
+from fmuon.compilation import compile as compile_
+from fmuon.functional import Muon, configuration_of, muon
+from fmuon.partition import Label, route
+from fmuon.presets import PRESETS
+from fmuon.scalars import check_scalar
+from fmuon.tree import unwrapped
+
+FORMAT = 1
+"""Version of the state_dict; stored in it as `fmuon_format`."""
+
+# Slots of the functional state under the names that torch.optim uses.
+_SLOTS = {"momentum": "momentum_buffer", "mu": "exp_avg", "nu": "exp_avg_sq"}
+_SCALARS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
+_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+class _Member(NamedTuple):
+    """One trained parameter; a matrix has no rule."""
+
+    path: str
+    group: int
+    lr_factor: float
+    rule: Rule | None
+    rule_name: str | None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """All that the compiled step holds constant."""
+
+    config: Muon
+    members: tuple[_Member, ...]
+
+
+class FMuon(Optimizer):
+    """Muon for the matrices of a model and an auxiliary rule for the rest, as one optimizer.
+
+    Args:
+        params: a module (routed by the types of its layers, see `fmuon.label`), named or bare
+            parameters, or group dicts. A module, names and bare parameters become the groups "muon"
+            and "auxiliary"; group dicts stay as they are. A group may carry `use_muon` (bool),
+            `algorithm` ("muon" or a rule), or `rules`, one label per parameter.
+        lr: one learning rate for all groups, a float or a 0-d tensor. A group's `lr_scale` is
+            multiplied to it; that of the auxiliary group is its rule's.
+        compile: "auto" compiles with "max-autotune" on accelerators and not on CPUs; a mode of
+            torch.compile; or False.
+        preset: a name in `fmuon.presets.PRESETS`; `options` replace its values.
+        **options: of `fmuon.muon`.
+
+    State per parameter: `momentum_buffer`, or `exp_avg` and `exp_avg_sq`; and `step`, a 0-d float32
+    count of the updates applied to it.
+
+    >>> optimizer = fmuon.FMuon(model, lr=1e-3, weight_decay=0.1)
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float | Tensor | None = None,
+        *,
+        compile: str | bool = "auto",
+        preset: str | None = None,
+        **options: Any,
+    ) -> None:
+        row = {} if preset is None else dict(lookup(PRESETS, preset, "preset").values)
+        row |= options | ({} if lr is None else {"lr": lr})
+        self._config = configuration_of(muon(**row))
+        self._compile = compile
+        self._prepared: tuple[_Layout, Callable[..., None]] | None = None
+        first = next(iter(self._config.rules.values()))
+        for name in ("lr", "momentum", "weight_decay"):
+            value = getattr(self._config, name)
+            if not isinstance(value, int | float | Tensor):
+                raise ConfigurationError(
+                    f"{name}={value!r}: FMuon takes numbers and 0-d tensors; use a scheduler of "
+                    f"torch.optim.lr_scheduler, which writes the groups"
+                )
+        defaults: dict[str, Any] = {
+            "lr": self._config.lr,
+            "weight_decay": self._config.weight_decay,
+            "momentum": self._config.momentum,
+            "betas": first.betas,
+            "eps": first.eps,
+            "lr_scale": 1.0,
+        }
+        super().__init__(self._groups(params), defaults)
+        _check_not_empty(self.param_groups, explicit=_is_bare(params))
+
+    # ---- groups ----------------------------------------------------------------------------------
+
+    def _groups(self, params: nn.Module | Iterable[Any]) -> list[dict[str, Any]]:
+        if isinstance(params, Tensor):
+            raise TypeError("params: give an iterable of parameters, not a tensor")
+        if isinstance(params, nn.Module):
+            module = params.module if isinstance(params, _WRAPPERS) else params
+            named = dict(module.named_parameters())
+            if self._config.labels is None:
+                labels: dict[str, Label] = {p: a.label for p, a in route(module).items()}
+            else:
+                labels = {p: a.label for p, a in self._config.assign(named).items()}
+            return self._split([(unwrapped(path), p, labels[path]) for path, p in named.items()])
+        entries = list(params)
+        if not entries:
+            raise ValueError("params: the list of parameters is empty")
+        if isinstance(entries[0], dict):
+            return [dict(group) for group in entries]
+        if isinstance(entries[0], tuple):
+            named: dict[str, Tensor] = dict(entries)
+            labels = {p: a.label for p, a in self._config.assign(named).items()}
+            return self._split([(unwrapped(path), p, labels[path]) for path, p in named.items()])
+        labelled = [(None, p, _label_of_bare(p)) for p in entries]
+        matrices = [tuple(p.shape) for _, p, label in labelled if isinstance(label, Matrix)]
+        if matrices and len(matrices) < len(labelled):
+            warnings.warn(
+                f"FMuon got parameters without names and trains the {len(matrices)} 2-D ones by "
+                f"Muon, of shapes {matrices}; embeddings and output heads can't be told apart: "
+                f"pass the model",
+                stacklevel=3,
+            )
+        return self._split(labelled)
+
+    def _split(self, entries: Sequence[tuple[str | None, Tensor, Label]]) -> list[dict[str, Any]]:
+        """The groups "muon" and "auxiliary" (one per rule), of the parameters that are trained."""
+        groups: dict[str, dict[str, Any]] = {}
+        for path, parameter, label in entries:
+            if label == "frozen":
+                continue
+            name = "muon" if isinstance(label, Matrix) else self._config.rule_name(label)
+            group = groups.setdefault(name or "auxiliary", {"params": [], "rules": []})
+            group["params"].append(parameter if path is None else (path, parameter))
+            group["rules"].append(_encode(label))
+        # "muon" first, whichever parameter comes first.
+        return [
+            {"name": name, **groups[name]} for name in sorted(groups, key=lambda n: n != "muon")
+        ]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its labels come from `rules`, `use_muon`, `algorithm` or the shapes."""
+        group = dict(param_group)
+        params = group["params"]
+        entries = [params] if isinstance(params, Tensor) else list(params)
+        group["params"] = entries
+        tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
+        paths: list[str] = group.get("param_names") or [
+            str(entry[0])
+            if isinstance(entry, tuple)
+            else f"groups[{len(self.param_groups)}][{index}]"
+            for index, entry in enumerate(entries)
+        ]
+        if len(set(map(id, tensors))) < len(tensors):
+            raise ValueError("some parameters appear more than once in a parameter group")
+        given = group.pop("rules", None) or [_flag(group)] * len(tensors)
+        labels = [
+            self._label(path, tensor, label)
+            for path, tensor, label in zip(paths, tensors, given, strict=True)
+        ]
+        group["rules"] = [_encode(label) for label in labels]
+        self._add_defaults(group, labels)
+        for name in ("lr", "weight_decay", "momentum", "eps", "lr_scale"):
+            if name in group:
+                check_scalar(name, group[name])
+        super().add_param_group(group)
+        added = self.param_groups[-1]
+        if isinstance(added["lr"], Tensor):
+            # One tensor in two groups would make their schedulers write over each other.
+            added["lr"] = added["lr"].clone()
+        self._prepared = None
+
+    def _label(self, path: str, tensor: Tensor, given: Any) -> Label:
+        if given is None:
+            return _label_of_bare(tensor)
+        label = _decode(given)
+        if label == "muon":
+            label = Matrix()
+            if tensor.ndim != 2:
+                raise LeafError(
+                    f"{path!r} (shape {tuple(tensor.shape)}) is not a matrix; give the group "
+                    f"rules=[fmuon.Matrix(...)], or train it by the auxiliary rule"
+                )
+        if isinstance(label, Matrix):
+            label.view(path, tuple(tensor.shape))
+        return label
+
+    def _add_defaults(self, group: dict[str, Any], labels: Sequence[Label]) -> None:
+        """A group without matrices takes what its rule says."""
+        if any(isinstance(label, Matrix) for label in labels) or not labels:
+            return
+        rule = self._config.rules[self._config.rule_name(labels[0])]
+        own = {"betas": rule.betas, "eps": rule.eps, "lr_scale": rule.lr_scale}
+        if rule.weight_decay is not None:
+            own["weight_decay"] = rule.weight_decay
+        for name, value in own.items():
+            group.setdefault(name, value)
+
+    # ---- step ------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One update of every parameter; a parameter without a gradient is left alone.
+
+        Args:
+            closure: re-evaluates the model and returns the loss, which is passed on.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        params = self._trained()
+        phantom = not self.state and self._is_phantom(params)
+        self._create_state(params)
+        if not phantom:
+            self._advance(params)
+        return loss
+
+    def _trained(self) -> dict[str, tuple[int, Tensor, Label]]:
+        """Path -> (group index, parameter, label) of everything that isn't frozen."""
+        trained: dict[str, tuple[int, Tensor, Label]] = {}
+        for index, group in enumerate(self.param_groups):
+            names = group.get("param_names") or [
+                f"{index}.{i}" for i in range(len(group["params"]))
+            ]
+            for name, parameter, rule in zip(names, group["params"], group["rules"], strict=True):
+                if parameter.requires_grad and rule != "frozen":
+                    trained[name] = index, parameter, _decode(rule)
+        return trained
+
+    def _is_phantom(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> bool:
+        """Whether this is the step of get_optimizer_state_dict, which must only create state.
+
+        It has an empty state, every lr 0 and all gradients zero.
+        """
+        if any(float(group["lr"]) != 0 for group in self.param_groups):
+            return False
+        grads = [p.grad for _, p, _ in params.values() if p.grad is not None]
+        return not any(bool(grad.any()) for grad in grads)
+
+    def _create_state(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> None:
+        for _, parameter, label in params.values():
+            if parameter in self.state:
+                continue
+            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            if isinstance(label, Matrix):
+                slots: tuple[str, ...] = ("momentum",)
+            else:
+                slots = self._config.rules[self._config.rule_name(label)].slots
+            state: dict[str, Tensor] = {
+                _SLOTS[slot]: torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                for slot in slots
+            }
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            self.state[parameter] = state
+
+    def _advance(self, params: dict[str, tuple[int, Tensor, Label]]) -> None:
+        compiled = self._mode(params) is not None
+        if not compiled:
+            params = {path: entry for path, entry in params.items() if entry[1].grad is not None}
+            if not params:
+                return
+        step = self._prepare(params)
+        tensors = {path: entry[1] for path, entry in params.items()}
+        grads = {p: torch.zeros_like(t) if t.grad is None else t.grad for p, t in tensors.items()}
+        states = {path: self.state[tensor] for path, tensor in tensors.items()}
+        present = torch.tensor([t.grad is not None for t in tensors.values()]) if compiled else None
+        table = _table(self.param_groups)
+        step(
+            {path: t.detach() for path, t in tensors.items()},
+            {path: g.detach() for path, g in grads.items()},
+            states,
+            table,
+            present,
+        )
+
+    def _mode(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> str | None:
+        if self._compile is False:
+            return None
+        if isinstance(self._compile, str) and self._compile != "auto":
+            return self._compile
+        on_cpu = all(p.device.type in ("cpu", "meta") for _, p, _ in params.values())
+        return None if on_cpu and self._compile == "auto" else "max-autotune"
+
+    def _prepare(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> Callable[..., None]:
+        """The function that does the step for these parameters, made anew only when they change."""
+        members: list[_Member] = []
+        with_matrices = [
+            any(isinstance(_decode(rule), Matrix) for rule in group["rules"])
+            for group in self.param_groups
+        ]
+        for path, (index, _, label) in params.items():
+            name = None if isinstance(label, Matrix) else self._config.rule_name(label)
+            rule = None if isinstance(label, Matrix) else self._config.rules[name]
+            # A group of auxiliary leaves alone has the rule's ratio in its lr_scale.
+            factor = rule.lr_scale if rule is not None and with_matrices[index] else 1.0
+            members.append(_Member(path, index, factor, rule, name))
+        labels = tuple((path, label) for path, (_, _, label) in params.items())
+        config = replace(self._config, labels=labels, auxiliary=_unscaled(self._config))
+        layout = _Layout(config, tuple(members))
+        if self._prepared is None or self._prepared[0] != layout:
+            step = _in_place_step(layout)
+            mode = self._mode(params)
+            self._prepared = layout, step if mode is None else compile_(step, mode)
+        return self._prepared[1]
+
+    # ---- state dicts -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's format, with the integer `fmuon_format` beside `state` and `param_groups`."""
+        return super().state_dict() | {"fmuon_format": FORMAT}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict; parameters are matched by name where both sides have names.
+
+        Buffers keep the dtype they were saved in.
+
+        Raises:
+            StateError: names, shapes or the format don't match.
+        """
+        if state_dict.get("fmuon_format", FORMAT) > FORMAT:
+            raise StateError(
+                f"state_dict of format {state_dict['fmuon_format']}, this fmuon reads up to "
+                f"{FORMAT}; upgrade fmuon"
+            )
+        ordered = _matched(self.state_dict(), state_dict)
+        super().load_state_dict(ordered)
+        # torch casts what it loads to the dtype of the parameter; take the saved tensors again.
+        ids = [i for group in ordered["param_groups"] for i in group["params"]]
+        params = [p for group in self.param_groups for p in group["params"]]
+        for index, parameter in zip(ids, params, strict=True):
+            for name, value in ordered["state"].get(index, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                if name != "step":
+                    if value.shape != parameter.shape:
+                        raise StateError(
+                            f"{name} of shape {tuple(value.shape)} for a parameter of shape "
+                            f"{tuple(parameter.shape)}"
+                        )
+                    value = value.to(parameter.device, copy=True)
+                self.state[parameter][name] = value.clone() if name == "step" else value
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What pickle and deepcopy keep: torch's part, and the options without the labels."""
+        return super().__getstate__() | {
+            "_config": replace(self._config, labels=None),
+            "_compile": self._compile,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also called by load_state_dict; compiled code is made anew."""
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)
+        self._prepared = None
+
+
+# ---- the step ------------------------------------------------------------------------------------
+
+
+def _in_place_step(layout: _Layout) -> Callable[..., None]:
+    config, members = layout.config, layout.members
+
+    def step(
+        params: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        states: dict[str, dict[str, Tensor]],
+        table: Tensor,
+        present: Tensor | None,
+    ) -> None:
+        rows = [row.unbind() for row in table.unbind()]
+        cells = {
+            name: {m.path: rows[m.group][column] for m in members}
+            for column, name in enumerate(_SCALARS)
+        }
+        lr = {
+            m.path: cells["lr"][m.path] * m.lr_factor if m.lr_factor != 1 else cells["lr"][m.path]
+            for m in members
+        }
+        counts = [states[m.path]["step"] for m in members]
+        # The core counts the updates that a leaf missed; at step 0 that is minus those it had.
+        missed = dict(zip((m.path for m in members), torch._foreach_neg(counts), strict=True))
+        auxiliary: dict[Any, dict[str, dict[str, Tensor]]] = {
+            name: {slot: {} for slot in rule.slots} for name, rule in config.rules.items()
+        }
+        momentum: dict[str, Tensor] = {}
+        flags = {} if present is None else dict(zip(params, present.unbind(), strict=True))
+        for m in members:
+            if m.rule is None:
+                momentum[m.path] = states[m.path][_SLOTS["momentum"]]
+            else:
+                for slot in m.rule.slots:
+                    own = auxiliary[m.rule_name]
+                    own[slot][m.path] = states[m.path][_SLOTS[slot]]
+        nested = not isinstance(config.auxiliary, Rule)
+        config.update_(
+            params,
+            grads,
+            {
+                "momentum": momentum,
+                "auxiliary": auxiliary if nested else auxiliary[None],
+                "missed": missed,
+            },
+            torch.zeros((), dtype=torch.int64),
+            lr=lr,
+            weight_decay=cells["weight_decay"],
+            momentum=cells["momentum"],
+            betas={m.path: (cells["beta1"][m.path], cells["beta2"][m.path]) for m in members},
+            eps=cells["eps"],
+            present=flags,
+        )
+        if present is None:
+            torch._foreach_add_(counts, 1)
+        else:
+            torch._foreach_add_(counts, list(present.to(torch.float32).unbind()))
+
+    return step
+
+
+def _table(groups: Sequence[Mapping[str, Any]]) -> Tensor:
+    """[groups, scalars] in float64, one transfer whatever the schedulers wrote."""
+    rows = [
+        [
+            group["lr"] * group["lr_scale"],
+            group["weight_decay"],
+            group["momentum"],
+            *group["betas"],
+            group["eps"],
+        ]
+        for group in groups
+    ]
+    if not any(isinstance(value, Tensor) for row in rows for value in row):
+        return torch.tensor(rows, dtype=torch.float64)
+    device = next(v.device for row in rows for v in row if isinstance(v, Tensor))
+    return torch.stack(
+        [
+            torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in row])
+            for row in rows
+        ]
+    )
+
+
+def _unscaled(config: Muon) -> Any:
+    """The rules with their lr_scale left to the groups."""
+    if isinstance(config.auxiliary, Rule):
+        return replace(config.auxiliary, lr_scale=1.0)
+    return tuple((name, replace(rule, lr_scale=1.0)) for name, rule in config.auxiliary)
+
+
+# ---- labels in groups ----------------------------------------------------------------------------
+
+
+def _encode(label: Label) -> Any:
+    """A label as plain data: "muon" for the default matrix, a dict for another view."""
+    if not isinstance(label, Matrix):
+        return label
+    fields = {
+        "fan_out": label.fan_out,
+        "fan_in": label.fan_in,
+        "blocks": label.blocks,
+        "blocks_in": label.blocks_in,
+    }
+    return "muon" if label == Matrix() else fields
+
+
+def _decode(rule: Any) -> Label:
+    if rule == "muon":
+        return Matrix()
+    return Matrix(**rule) if isinstance(rule, dict) else rule
+
+
+def _flag(group: Mapping[str, Any]) -> Any:
+    """The label of a whole group by the flags that other optimizers use."""
+    if "use_muon" in group:
+        return "muon" if group["use_muon"] else "auxiliary"
+    if "algorithm" in group:
+        return "muon" if group["algorithm"] == "muon" else "auxiliary"
+    return None
+
+
+def _label_of_bare(parameter: Tensor) -> Label:
+    """The label of a parameter of which only the shape is known."""
+    plain = parameter.ndim == 2 and 1 not in parameter.shape
+    return Matrix() if plain else "auxiliary"
+
+
+def _is_bare(params: Any) -> bool:
+    return isinstance(params, Sequence | Iterable) and not isinstance(params, nn.Module)
+
+
+def _check_not_empty(groups: Sequence[Mapping[str, Any]], *, explicit: bool) -> None:
+    rules = [rule for group in groups for rule in group["rules"]]
+    if explicit or any(isinstance(_decode(rule), Matrix) for rule in rules):
+        return
+    raise LeafError(
+        f"no parameter was assigned to Muon ({len(rules)} auxiliary); "
+        f"print(fmuon.explain(model)) shows why each got what it has"
+    )
+
+
+def _matched(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved dict in the order of our groups and parameters, matched by name."""
+    groups, saved_groups = own["param_groups"], saved["param_groups"]
+    if not all("param_names" in group for group in (*groups, *saved_groups)):
+        return saved
+    ids = {
+        name: index
+        for group in saved_groups
+        for name, index in zip(group["param_names"], group["params"], strict=True)
+    }
+    names = [name for group in groups for name in group["param_names"]]
+    missing = [name for name in names if name not in ids]
+    unexpected = [name for name in ids if name not in set(names)]
+    if missing or unexpected:
+        raise StateError(
+            f"the state_dict is of other parameters; missing: {missing}; unexpected: {unexpected}"
+        )
+    by_name = {group.get("name"): group for group in saved_groups}
+    ordered: list[dict[str, Any]] = []
+    for position, group in enumerate(groups):
+        source = by_name.get(group.get("name")) if "name" in group else None
+        if source is None and position < len(saved_groups):
+            source = saved_groups[position]
+        hyper = copy.copy(source if source is not None else group)
+        ordered.append(
+            hyper
+            | {
+                "params": [ids[name] for name in group["param_names"]],
+                "param_names": list(group["param_names"]),
+                "rules": list(group["rules"]),
+            }
+        )
+    return {**saved, "param_groups": ordered}
