@@ -1,0 +1,31 @@
+# Every target sets up what it needs in .venv, pinned by constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-all check mutants clean
+
+demo: .venv/examples ## train a byte-level GPT with Muon and AdamW
+	$(BIN)/python examples/train_gpt.py
+
+test: .venv/test ## the test suite
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: .venv/test ## the longer checks too
+	$(BIN)/python -m pytest
+
+mutants: .venv/test ## break the core line by line; a named test must notice each
+	$(BIN)/python tests/mutants.py
+
+check: .venv/dev ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+.venv/examples .venv/test .venv/dev: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -e ".[$(@F)]"
+	touch $@
+
+clean:
+	rm -rf .venv out build dist
