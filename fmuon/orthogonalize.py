@@ -46,9 +46,8 @@ class NewtonSchulz:
         steps: None is the count the set was made for.
         dtype: of the products: "auto" is bfloat16 where the device multiplies it natively and
             float32 elsewhere; float64 input stays float64. A `torch.dtype` or its name fixes it.
-        eps: guards the division by the norm. Relative to the largest entry for "scale_free",
-            absolute for the other two.
-        norm: "scale_free" divides by the largest entry and then by the Frobenius norm, so that the
+        eps: guards the division by the Frobenius norm |X|.
+        norm: "scale_free" divides by the largest entry and then by |X| (1 + eps), so that the
             result is the same for X and c X at any scale; "add" divides by |X| + eps and "clamp" by
             max(|X|, eps), as other optimizers do.
 
@@ -136,7 +135,8 @@ def _scale_free(x: Stack, safety: float, eps: float) -> Stack:
     # don't, and the norm of x / peak is at least 1. A reciprocal of the peak could overflow.
     peak = torch.linalg.vector_norm(x, float("inf"), dim=(-2, -1), keepdim=True)
     x = x / torch.where(peak > 0, peak, 1)
-    return x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) * safety + eps)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return x / (norm * (safety + eps) + (peak == 0))
 
 
 def _add(x: Stack, safety: float, eps: float) -> Stack:

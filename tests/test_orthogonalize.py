@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+import math
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from references import newton_schulz, polar, scalar_response
+from torch.testing import assert_close
+
+import fmuon
+from fmuon.coefficients import COEFFICIENTS
+
+EXACT = fmuon.NewtonSchulz(dtype=torch.float32)
+# Five steps of three products each in float32 on values of order 1.
+NS_TOLERANCE = 30 * torch.finfo(torch.float32).eps
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm()).item()
+
+
+def hadamard(n):
+    h = torch.ones(1, 1)
+    while len(h) < n:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    return h / math.sqrt(n)
+
+
+@pytest.mark.parametrize("name", COEFFICIENTS)
+@pytest.mark.parametrize("shape", [(7, 7), (5, 12), (12, 5), (1, 9), (9, 1), (1, 1)])
+def test_follows_the_formula_for_every_coefficient_set(name, shape):
+    x = torch.randn(shape, dtype=torch.float64)
+    family = COEFFICIENTS[name]
+    expected = newton_schulz(x, family.polynomials(), family.norm_safety)
+    method = fmuon.NewtonSchulz(name, eps=0.0)
+    assert_close(method(x), expected, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("n", [4, 16, 64, 256])
+@pytest.mark.parametrize("factor", [1.0, -3e-5, 7e4])
+def test_an_orthogonal_matrix_is_multiplied_by_the_scalar_response(n, factor):
+    expected = {4: 0.765439, 16: 0.714526, 64: 0.688140, 256: 1.070524}[n]
+    assert scalar_response(n**-0.5) == pytest.approx(expected, rel=2e-6)
+    result = EXACT(factor * hadamard(n))
+    assert_close(result, math.copysign(expected, factor) * hadamard(n), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("power", [-40, -38, -30, -23, -12, -7, 0, 10, 19, 30, 37])
+def test_the_result_does_not_depend_on_the_scale(power):
+    x = torch.randn(24, 16)
+    # Below 1e-38 the input itself has fewer bits than float32 has.
+    bits = NS_TOLERANCE if power > -37 else 16 * 1.4e-45 / 10.0**power
+    scaled = (x.double() * 10.0**power).float()
+    assert relative(EXACT(scaled), EXACT(x)) < max(bits, NS_TOLERANCE)
+
+
+def test_zero_gives_exactly_zero():
+    assert torch.equal(EXACT(torch.zeros(3, 5, 4)), torch.zeros(3, 5, 4))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_matrix_leaves_the_others_of_its_stack_alone(bad):
+    x = torch.randn(4, 32, 48)
+    clean = EXACT(x)
+    x[1, 3, 5] = bad
+    result = EXACT(x)
+    assert torch.equal(result[[0, 2, 3]], clean[[0, 2, 3]])
+    assert result[1].isnan().any()
+
+
+def test_the_input_is_not_written():
+    x = torch.randn(6, 4)
+    before = x.clone()
+    EXACT(x)
+    assert torch.equal(x, before)
+
+
+def test_takes_any_leading_axes_strides_and_no_elements():
+    x = torch.randn(2, 3, 6, 4)
+    result = EXACT(x)
+    assert result.shape == x.shape
+    assert_close(result[1, 2], EXACT(x[1, 2]), rtol=1e-4, atol=1e-5)
+    strided = x.permute(0, 1, 3, 2).contiguous().permute(0, 1, 3, 2)
+    assert_close(EXACT(strided), result, rtol=1e-4, atol=1e-5)
+    assert EXACT(torch.empty(0, 5)).shape == (0, 5)
+    assert EXACT(torch.empty(3, 4, 0)).shape == (3, 4, 0)
+
+
+def test_rank_one_in_float32_keeps_the_direction():
+    x = torch.randn(64, 1) @ torch.randn(1, 96)
+    result = EXACT(x)
+    cosine = (result * x).sum() / result.norm() / x.norm()
+    assert cosine > 0.99999
+    assert result.norm().item() == pytest.approx(scalar_response(1.0), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["polar_express", "cans", "you"])
+def test_better_sets_come_nearer_to_the_polar_factor(name):
+    x = torch.randn(64, 192, dtype=torch.float64)
+    error = relative(fmuon.NewtonSchulz(name)(x), polar(x))
+    assert error < relative(fmuon.NewtonSchulz("jordan")(x), polar(x))
+
+
+def test_bfloat16_is_near_float32_on_a_full_rank_matrix():
+    x = torch.randn(16, 48)
+    half = fmuon.NewtonSchulz(dtype=torch.bfloat16)(x)
+    assert half.dtype == torch.float32
+    # Fifteen products whose entries are rounded to 8 bits, amplified by a slope of up to 3.4 each.
+    assert relative(half, EXACT(x)) < 15 * 2**-8
+
+
+def test_norms_with_an_absolute_eps_shrink_tiny_matrices():
+    x = torch.randn(8, 8, dtype=torch.float64)
+    x = x / x.norm()
+    for norm, divisor in (("add", 2e-7), ("clamp", 1e-7)):
+        method = fmuon.NewtonSchulz("jordan", norm=norm, eps=1e-7)
+        reference = newton_schulz(x, (), 1.0) * (1e-7 / divisor)
+        for a, b, c in ((3.4445, -4.7750, 2.0315),) * 5:
+            gram = reference @ reference.T
+            reference = a * reference + (b * gram + c * gram @ gram) @ reference
+        assert_close(method(x * 1e-7), reference, rtol=1e-9, atol=1e-12)
+
+
+def test_more_steps_where_the_set_allows_them():
+    x = torch.randn(9, 9, dtype=torch.float64)
+    expected = newton_schulz(x, ((3.4445, -4.7750, 2.0315),) * 7)
+    assert_close(fmuon.NewtonSchulz(steps=7, eps=0.0)(x), expected, rtol=1e-10, atol=1e-12)
+
+
+def message(function, *args, **kwargs):
+    with pytest.raises(fmuon.ConfigurationError) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_errors_name_what_is_known():
+    assert_expected_inline(
+        message(fmuon.NewtonSchulz, "polar"),
+        """unknown coefficients 'polar'; known: 'jordan', 'you', 'polar_express', 'cans'""",
+    )
+    assert_expected_inline(
+        message(fmuon.NewtonSchulz, "you", steps=4),
+        """steps=4: this coefficient set is made for exactly 5 steps (You Jiacheng 2025, in leloykun.github.io/ponder/muon-opt-coeffs); leave steps=None or choose a set that can be extended""",  # noqa: E501
+    )
+    assert_expected_inline(
+        message(fmuon.NewtonSchulz, steps=0),
+        """steps=0: at least one Newton-Schulz step is needed""",
+    )
+    assert_expected_inline(
+        message(fmuon.NewtonSchulz, norm="frob"),
+        """unknown norm 'frob'; known: 'scale_free', 'add', 'clamp'""",
+    )
+    assert_expected_inline(
+        message(fmuon.NewtonSchulz, dtype="bf16"),
+        """unknown dtype 'bf16'; known: 'auto', 'float32', 'float64', 'bfloat16', 'float16'; did you mean 'bfloat16'?""",  # noqa: E501
+    )
+    assert_expected_inline(
+        message(fmuon.NewtonSchulz, eps=-1.0), """eps=-1.0: must not be negative"""
+    )
+    assert_expected_inline(
+        message(EXACT, torch.ones(3)),
+        """can't orthogonalise a tensor of shape (3,); [..., rows, columns] needed""",
+    )
+    assert_expected_inline(
+        message(fmuon.muon, orthogonalize=3),
+        """orthogonalize=3: give a callable [..., m, n] -> [..., m, n] or one of 'newton_schulz'""",
+    )
