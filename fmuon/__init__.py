@@ -5,7 +5,6 @@ The house. A module imports only from lower floors; a test reads this table and 
 
 floor | module | job
 0 | base | contracts and vocabulary: Transformation, Matrix, Stack, Scalar, errors
-0 | foreach | one pointwise operation over lists of tensors
 1 | coefficients | Newton-Schulz polynomials exactly as published; no torch
 1 | scaling | matrix shape -> multiplier; no torch
 1 | tree | pytree <-> flat leaves with path names

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AdamW, NAdamW, Lion and SGD for everything that is not a matrix, over lists of tensors.
+"""AdamW, NAdamW, Lion and SGD for everything that is not a matrix.
 
 A `Rule` is a frozen description; its `direction` is a pure function that maps gradients and slots
 (the moments a rule keeps) to the direction D of the step and the new slots. The update is then
--lr lr_scale (D + weight_decay W) for every rule. t counts the updates of a leaf from 1.
+-lr lr_scale (D + weight_decay W) for every rule. Tensors and scalars are shaped as in
+`fmuon.momentum`: stacks [k, ...] of leaves of one shape, and t counts the updates of a leaf from 1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from fmuon.base import ConfigurationError
-from fmuon.foreach import foreach
-from fmuon.momentum import average, debias, look_ahead, per_leaf
+from fmuon.momentum import average, debias, look_ahead
 
-Slots: TypeAlias = dict[str, list[Tensor]]
-Direction: TypeAlias = Callable[
-    [Sequence[Tensor], Slots, Tensor, tuple[Tensor, Tensor], Tensor], tuple[list[Tensor], Slots]
-]
+Slots: TypeAlias = dict[str, Tensor]
+Betas: TypeAlias = tuple[Tensor, Tensor]
+Direction: TypeAlias = Callable[[Tensor, Slots, Tensor, Betas, Tensor], tuple[Tensor, Slots]]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class Rule:
     Attributes:
         name: shown by `explain`.
         slots: names of the moments kept per leaf, each of the leaf's shape.
-        direction: (grads, slots, t, (beta1, beta2), eps) -> (directions, new slots). t and the
-            betas are float64, 0-d or one entry per leaf; eps likewise.
+        direction: (grad, slots, t, (beta1, beta2), eps) -> (direction, new slots).
         betas: decays of the first and the second moment.
         eps: added to the root of the second moment.
         lr_scale: ratio of this rule's learning rate to that of the matrices.
@@ -110,66 +109,49 @@ def sgd(momentum: float = 0.0, lr_scale: float = 1.0, weight_decay: float | None
 
 
 def _adam(
-    grads: Sequence[Tensor], slots: Slots, t: Tensor, betas: tuple[Tensor, Tensor], eps: Tensor
-) -> tuple[list[Tensor], Slots]:
-    return _adam_like(grads, slots, t, betas, eps, nesterov=False)
+    grad: Tensor, slots: Slots, t: Tensor, betas: Betas, eps: Tensor, *, nesterov: bool = False
+) -> tuple[Tensor, Slots]:
+    b1, b2 = betas
+    mu = average(slots["mu"], grad, b1)
+    nu = average(slots["nu"], grad * grad, b2)
+    first = look_ahead(mu, grad, b1, t, nesterov=nesterov, bias_correction=True)
+    root = (nu / debias(b2, t).to(nu.dtype)).sqrt() + eps.to(nu.dtype)
+    return first / root, {"mu": mu, "nu": nu}
 
 
 def _nadam(
-    grads: Sequence[Tensor], slots: Slots, t: Tensor, betas: tuple[Tensor, Tensor], eps: Tensor
-) -> tuple[list[Tensor], Slots]:
-    return _adam_like(grads, slots, t, betas, eps, nesterov=True)
-
-
-def _adam_like(
-    grads: Sequence[Tensor],
-    slots: Slots,
-    t: Tensor,
-    betas: tuple[Tensor, Tensor],
-    eps: Tensor,
-    *,
-    nesterov: bool,
-) -> tuple[list[Tensor], Slots]:
-    b1, b2 = betas
-    mu = average(slots["mu"], grads, per_leaf(1 - b1, grads))
-    squares = foreach("mul", grads, grads)
-    nu = average(slots["nu"], squares, per_leaf(1 - b2, grads))
-    first = look_ahead(mu, grads, b1, t, nesterov=nesterov, bias_correction=True)
-    # sqrt(v / d) + eps, with 1 / sqrt(d) as a factor.
-    roots = foreach("mul", foreach("sqrt", nu), per_leaf(debias(b2, t).rsqrt(), grads))
-    roots = foreach("add", roots, per_leaf(eps, grads))
-    return foreach("div", first, roots), {"mu": mu, "nu": nu}
+    grad: Tensor, slots: Slots, t: Tensor, betas: Betas, eps: Tensor
+) -> tuple[Tensor, Slots]:
+    return _adam(grad, slots, t, betas, eps, nesterov=True)
 
 
 def _lion(
-    grads: Sequence[Tensor],
+    grad: Tensor,
     slots: Slots,
     t: Tensor,  # noqa: ARG001
-    betas: tuple[Tensor, Tensor],
+    betas: Betas,
     eps: Tensor,  # noqa: ARG001
-) -> tuple[list[Tensor], Slots]:
-    mixed = average(slots["mu"], grads, per_leaf(1 - betas[0], grads))
-    return foreach("sign", mixed), {
-        "mu": average(slots["mu"], grads, per_leaf(1 - betas[1], grads))
-    }
+) -> tuple[Tensor, Slots]:
+    direction = average(slots["mu"], grad, betas[0]).sign()
+    return direction, {"mu": average(slots["mu"], grad, betas[1])}
 
 
 def _heavy_ball(
-    grads: Sequence[Tensor],
+    grad: Tensor,
     slots: Slots,
     t: Tensor,  # noqa: ARG001
-    betas: tuple[Tensor, Tensor],
+    betas: Betas,
     eps: Tensor,  # noqa: ARG001
-) -> tuple[list[Tensor], Slots]:
-    mu = foreach("addcmul", grads, slots["mu"], per_leaf(betas[0], grads))
+) -> tuple[Tensor, Slots]:
+    mu = torch.addcmul(grad, slots["mu"], betas[0].to(grad.dtype))
     return mu, {"mu": mu}
 
 
 def _plain(
-    grads: Sequence[Tensor],
+    grad: Tensor,
     slots: Slots,  # noqa: ARG001
     t: Tensor,  # noqa: ARG001
-    betas: tuple[Tensor, Tensor],  # noqa: ARG001
+    betas: Betas,  # noqa: ARG001
     eps: Tensor,  # noqa: ARG001
-) -> tuple[list[Tensor], Slots]:
-    return list(grads), {}
+) -> tuple[Tensor, Slots]:
+    return grad, {}

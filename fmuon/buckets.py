@@ -8,7 +8,7 @@ tensor code that follows a plan. Every matrix is stored wide in its stack: tall 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
@@ -19,28 +19,24 @@ from fmuon.scaling import ScaleRule
 
 @dataclass(frozen=True)
 class MatrixLeaf:
-    """A leaf with its matrix view, the dtype of its arithmetic and its device.
-
-    `scale` is the shape scale of its first block; the blocks of a `Piece` are relative to it.
-    """
+    """A leaf with its matrix view, the dtype of its arithmetic and its device."""
 
     path: str
     view: View
     dtype: torch.dtype
     device: torch.device
-    scale: float
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A block of the view of one leaf of a bucket, `count` matrices of one shape.
+    """A block of the view of one leaf: `count` matrices of one shape.
 
     Attributes:
         leaf: index among the leaves of the bucket.
         position: of the block among those of its leaf, row-major.
         rows, columns: (start, stop) in the view.
         tall: stored transposed.
-        relative_scale: shape scale of the block over that of the leaf's first block.
+        count: length of the leaf's stack axes.
     """
 
     leaf: int
@@ -48,17 +44,22 @@ class Piece:
     rows: tuple[int, int]
     columns: tuple[int, int]
     tall: bool
-    relative_scale: float
+    count: int
 
 
 @dataclass(frozen=True)
 class StackPlan:
-    """Matrices of one shape (short x long) that are orthogonalised together."""
+    """Matrices of one shape (short x long) that are orthogonalised together.
+
+    `paths` and `scales` have one entry per matrix: the leaf it belongs to and its shape scale.
+    """
 
     short: int
     long: int
-    counts: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    counts: tuple[int, ...]
+    paths: tuple[str, ...]
+    scales: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -70,13 +71,6 @@ class Bucket:
     stacks: tuple[StackPlan, ...]
     dtype: torch.dtype
     device: torch.device
-
-
-def matrix_leaf(
-    path: str, view: View, dtype: torch.dtype, device: torch.device, scale: ScaleRule
-) -> MatrixLeaf:
-    """A leaf whose scale is worked out from its view."""
-    return MatrixLeaf(path, view, dtype, device, scale(view.row_blocks[0], view.column_blocks[0]))
 
 
 def plan(
@@ -99,12 +93,8 @@ def plan(
 
 
 def _shapes(leaf: MatrixLeaf) -> set[tuple[int, int]]:
-    view = leaf.view
-    return {
-        (min(rows, columns), max(rows, columns))
-        for rows in view.row_blocks
-        for columns in view.column_blocks
-    }
+    sides = product(leaf.view.row_blocks, leaf.view.column_blocks)
+    return {(min(rows, columns), max(rows, columns)) for rows, columns in sides}
 
 
 def _connected(leaves: Sequence[MatrixLeaf]) -> list[list[MatrixLeaf]]:
@@ -137,29 +127,43 @@ def _chunks(leaves: Sequence[MatrixLeaf], max_bytes: int) -> list[list[MatrixLea
 
 
 def _bucket(leaves: Sequence[MatrixLeaf], scale: ScaleRule) -> Bucket:
-    pieces: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    by_shape: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     for index, leaf in enumerate(leaves):
         blocks = product(_ranges(leaf.view.row_blocks), _ranges(leaf.view.column_blocks))
         for position, (rows, columns) in enumerate(blocks):
-            fan_out, fan_in = rows[1] - rows[0], columns[1] - columns[0]
+            fan_out, fan_in = _length(rows), _length(columns)
             shape = min(fan_out, fan_in), max(fan_out, fan_in)
-            relative = scale(fan_out, fan_in) / leaf.scale
-            pieces[shape].append(Piece(index, position, rows, columns, fan_out > fan_in, relative))
+            tall, count = fan_out > fan_in, leaf.view.count
+            by_shape[shape].append(Piece(index, position, rows, columns, tall, count))
     stacks = tuple(
-        StackPlan(*shape, tuple(leaves[piece.leaf].view.count for piece in members), tuple(members))
-        for shape, members in pieces.items()
+        StackPlan(
+            *shape,
+            pieces=tuple(pieces),
+            counts=tuple(piece.count for piece in pieces),
+            paths=tuple(leaves[piece.leaf].path for piece in pieces for _ in range(piece.count)),
+            scales=tuple(
+                scale(_length(piece.rows), _length(piece.columns))
+                for piece in pieces
+                for _ in range(piece.count)
+            ),
+        )
+        for shape, pieces in by_shape.items()
     )
     paths = tuple(leaf.path for leaf in leaves)
     return Bucket(paths, tuple(leaves), stacks, leaves[0].dtype, leaves[0].device)
 
 
 def _ranges(blocks: tuple[int, ...]) -> list[tuple[int, int]]:
-    ends = [sum(blocks[: index + 1]) for index in range(len(blocks))]
+    ends = list(accumulate(blocks))
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
+def _length(interval: tuple[int, int]) -> int:
+    return interval[1] - interval[0]
+
+
 def stack(bucket: Bucket, leaves: Sequence[Tensor]) -> list[Stack]:
-    """The stacks of a bucket, from its leaves in their native shapes and any strides."""
+    """The stacks of a bucket in its dtype, from leaves in their native shapes and any strides."""
     views = [
         leaf.permute(spec.view.order).reshape(spec.view.count, spec.view.fan_out, spec.view.fan_in)
         for leaf, spec in zip(leaves, bucket.leaves, strict=True)
@@ -170,19 +174,16 @@ def stack(bucket: Bucket, leaves: Sequence[Tensor]) -> list[Stack]:
         for piece in spec.pieces:
             block = views[piece.leaf][:, slice(*piece.rows), slice(*piece.columns)]
             wide.append(block.mT if piece.tall else block)
-        stacks.append(_concatenate(wide, 0))
+        stacks.append(_concatenate(wide, 0).to(bucket.dtype))
     return stacks
 
 
 def unstack(bucket: Bucket, stacks: Sequence[Stack]) -> list[Tensor]:
-    """Back to the leaves' native shapes, blocks at their places and relative scales applied."""
+    """Back to the leaves' native shapes, blocks at their places; views where that is possible."""
     blocks: list[dict[int, Tensor]] = [{} for _ in bucket.leaves]
     for spec, stacked in zip(bucket.stacks, stacks, strict=True):
         for piece, wide in zip(spec.pieces, stacked.split(list(spec.counts)), strict=True):
-            block = wide.mT if piece.tall else wide
-            if piece.relative_scale != 1:
-                block = block * piece.relative_scale
-            blocks[piece.leaf][piece.position] = block
+            blocks[piece.leaf][piece.position] = wide.mT if piece.tall else wide
     return [_native(leaf.view, own) for leaf, own in zip(bucket.leaves, blocks, strict=True)]
 
 

@@ -19,10 +19,18 @@ import torch
 from torch import Tensor
 
 from fmuon.auxiliary import Rule, adamw
-from fmuon.base import ConfigurationError, Matrix, Scalar, State, StateError, Transformation, Tree
+from fmuon.base import (
+    ConfigurationError,
+    Matrix,
+    Scalar,
+    Stack,
+    State,
+    StateError,
+    Transformation,
+    Tree,
+)
 from fmuon.buckets import Bucket, stack, unstack
-from fmuon.foreach import foreach
-from fmuon.momentum import average, look_ahead, per_leaf
+from fmuon.momentum import average, look_ahead
 from fmuon.orthogonalize import NewtonSchulz, Orthogonalizer, orthogonalizer
 from fmuon.partition import Label
 from fmuon.planning import Configuration, Plan, RuleGroup, masked, plan_update, signature
@@ -31,7 +39,6 @@ from fmuon.scaling import ScaleRule, scale_rule
 from fmuon.tree import flatten
 
 Leaves: TypeAlias = Mapping[str, Tensor | None]
-Slots: TypeAlias = dict[str, list[Tensor]]
 
 
 class Muon(Configuration):
@@ -83,9 +90,12 @@ class Muon(Configuration):
             updates: dict[str, Tensor] = {}
             for group in plan.groups:
                 changes, slots = _advance(self, group, leaves, state, call)
-                updates.update(zip(group.paths, changes, strict=True))
+                for path, change in zip(group.paths, changes, strict=True):
+                    updates[path] = _strided(change, state["momentum"].get(path))
                 for slot, tensors in slots.items():
-                    _store(new, group, slot).update(zip(group.paths, tensors, strict=True))
+                    old, store = _store(state, group, slot), _store(new, group, slot)
+                    for path, tensor in zip(group.paths, tensors, strict=True):
+                        store[path] = _owned(tensor, old[path])
             for path in plan.empty:
                 updates[path] = torch.zeros_like(state["momentum"][path])
             for path in plan.idle:
@@ -187,31 +197,43 @@ class _Call:
             for path in value
         )
 
-    def of(self, option: str, group: Bucket | RuleGroup) -> Tensor:
-        """The option for the leaves of a group: float64, 0-d or one entry per leaf."""
-        default = self._default(option, group)
-        value = self.given.get(option, default)
-        return resolve(value, default, self.step, group.paths, group.device)
+    def of(
+        self, option: str, paths: Sequence[str], device: torch.device, rule: Rule | None = None
+    ) -> Tensor:
+        """An option for some leaves: float64, 0-d or one entry per leaf."""
+        default = self.defaults.get(option)
+        if rule is not None and option in ("beta1", "beta2", "eps"):
+            default = rule.eps if option == "eps" else rule.betas[option == "beta2"]
+        return resolve(self.given.get(option, default), default, self.step, paths, device)
+
+    def rate(self, group: Bucket | RuleGroup) -> Tensor:
+        """The learning rate of the leaves of a group."""
+        rate = self.of("lr", group.paths, group.device)
+        return rate if isinstance(group, Bucket) else rate * group.rule.lr_scale
 
     def decay(self, group: Bucket | RuleGroup) -> Tensor | None:
-        """The weight decay of a group; None where it is the constant 0."""
-        default = self._default("weight_decay", group)
+        """The weight decay of the leaves of a group; None where it is the constant 0."""
+        default = self.defaults["weight_decay"]
         value = self.given.get("weight_decay", default)
-        if isinstance(group, RuleGroup) and group.rule.weight_decay is not None:
-            value = value if isinstance(value, Mapping) else default
+        own = None if isinstance(group, Bucket) else group.rule.weight_decay
+        if own is not None:
+            value, default = (value if isinstance(value, Mapping) else own), own
         if is_zero(value):
             return None
         return resolve(value, default, self.step, group.paths, group.device)
 
-    def _default(self, option: str, group: Bucket | RuleGroup) -> Any:
-        if isinstance(group, RuleGroup):
-            rule = group.rule
-            own = {"beta1": rule.betas[0], "beta2": rule.betas[1], "eps": rule.eps}
-            if option in own:
-                return own[option]
-            if option == "weight_decay" and rule.weight_decay is not None:
-                return rule.weight_decay
-        return self.defaults[option]
+    def count(self, state: State, paths: Sequence[str]) -> Tensor:
+        """t of every leaf: its updates including this one, float64."""
+        missed = torch.stack(_pick(state["missed"], paths))
+        return (self.step - missed + 1).to(torch.float64)
+
+    def masked(self, new: Tensor, paths: Sequence[str], old: Tensor | float = 0.0) -> Tensor:
+        """The new stack, but the old one (or zeros) for leaves whose gradient is not present."""
+        if not any(path in self.present for path in paths):
+            return new
+        always = torch.ones((), dtype=torch.bool, device=self.step.device)
+        here = torch.stack([self.present.get(path, always) for path in paths])
+        return torch.where(_spread(here.to(new.device), new), new, old)
 
 
 def _split(betas: Any) -> tuple[Any, Any]:
@@ -244,76 +266,110 @@ def _plan(config: Configuration, grads: Leaves, state: State, call: _Call) -> Pl
 
 def _advance(
     config: Configuration, group: Bucket | RuleGroup, grads: Leaves, state: State, call: _Call
-) -> tuple[list[Tensor], Slots]:
-    """Updates and new slots of one bucket or rule group; writes nothing."""
-    paths, dtype = group.paths, group.dtype
-    names = ("momentum",) if isinstance(group, Bucket) else group.rule.slots
-    stored = {slot: _pick(_store(state, group, slot), paths) for slot in names}
-    old = {slot: [tensor.to(dtype) for tensor in tensors] for slot, tensors in stored.items()}
-    gradients = [_gradient(grads[path], old, i, dtype) for i, path in enumerate(paths)]
-    t = (call.step - torch.stack(_pick(state["missed"], paths)) + 1).to(torch.float64)
-    rate = call.of("lr", group)
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """Updates and new slots of one bucket or rule group, as views; writes nothing."""
     if isinstance(group, Bucket):
-        b = call.of("momentum", group)
-        directions, new = _matrix_directions(config, group, gradients, old["momentum"], t, b)
-        scales = [leaf.scale for leaf in group.leaves]
+        updates, new = _matrix_step(config, group, grads, state, call)
     else:
-        rate, scales = rate * group.rule.lr_scale, [1.0] * len(paths)
-        betas = call.of("beta1", group), call.of("beta2", group)
-        directions, new = group.rule.direction(gradients, old, t, betas, call.of("eps", group))
-    updates = foreach("mul", directions, _step_sizes(rate, scales, dtype))
+        updates, new = _rule_step(group, grads, state, call)
     decay = call.decay(group)
     if decay is not None and call.params is not None:
-        weights = [weight.to(dtype) for weight in _pick(call.params, paths)]
-        updates = foreach("addcmul", updates, weights, per_leaf(-rate * decay, weights))
-    for i, path in enumerate(paths):
-        if path in call.present:
-            here = call.present[path]
-            updates[i] = torch.where(here, updates[i], 0)
-            for slot in names:
-                new[slot][i] = torch.where(here, new[slot][i], old[slot][i])
-    return updates, {
-        slot: [tensor.to(stored[slot][i].dtype) for i, tensor in enumerate(new[slot])]
-        for slot in names
+        c = call.masked(-call.rate(group) * decay, group.paths).to(group.dtype)
+        coefficients = c.unbind() if c.ndim else [c] * len(updates)
+        weights = [weight.to(group.dtype) for weight in _pick(call.params, group.paths)]
+        updates = [
+            torch.addcmul(u, w, c) for u, w, c in zip(updates, weights, coefficients, strict=True)
+        ]
+    return updates, new
+
+
+def _matrix_step(
+    config: Configuration, bucket: Bucket, grads: Leaves, state: State, call: _Call
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    moments = _pick(state["momentum"], bucket.paths)
+    gradients = [
+        _or_zeros(grads[path], moment) for path, moment in zip(bucket.paths, moments, strict=True)
+    ]
+    updates: list[Stack] = []
+    averages: list[Stack] = []
+    stacks = zip(bucket.stacks, stack(bucket, gradients), stack(bucket, moments), strict=True)
+    for spec, grad, moment in stacks:
+        t = _spread(call.count(state, spec.paths), grad)
+        b = _spread(call.of("momentum", spec.paths, bucket.device), grad)
+        new = average(moment, grad, b)
+        look = look_ahead(
+            new, grad, b, t, nesterov=config.nesterov, bias_correction=config.bias_correction
+        )
+        rate = -call.of("lr", spec.paths, bucket.device) * _constant(spec.scales, bucket.device)
+        update = config.orthogonalize(look) * _spread(rate, grad).to(bucket.dtype)
+        updates.append(call.masked(update, spec.paths))
+        averages.append(call.masked(new, spec.paths, moment))
+    return unstack(bucket, updates), {"momentum": unstack(bucket, averages)}
+
+
+def _rule_step(
+    group: RuleGroup, grads: Leaves, state: State, call: _Call
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    paths, rule = group.paths, group.rule
+    slots = {
+        slot: _stacked(_pick(_store(state, group, slot), paths)).to(group.dtype)
+        for slot in rule.slots
+    }
+    zeros = torch.zeros(group.shape, dtype=group.dtype, device=group.device)
+    grad = _stacked([_or_zeros(grads[path], zeros) for path in paths]).to(group.dtype)
+    t = _spread(call.count(state, paths), grad)
+    beta1, beta2, eps = (
+        _spread(call.of(option, paths, group.device, rule), grad)
+        for option in ("beta1", "beta2", "eps")
+    )
+    direction, new = rule.direction(grad, slots, t, (beta1, beta2), eps)
+    update = direction * _spread(-call.rate(group), grad).to(group.dtype)
+    masked = {slot: call.masked(new[slot], paths, slots[slot]) for slot in rule.slots}
+    return list(call.masked(update, paths).unbind()), {
+        s: list(x.unbind()) for s, x in masked.items()
     }
 
 
-def _matrix_directions(
-    config: Configuration,
-    bucket: Bucket,
-    grads: Sequence[Tensor],
-    moments: Sequence[Tensor],
-    t: Tensor,
-    b: Tensor,
-) -> tuple[list[Tensor], Slots]:
-    new = average(moments, grads, per_leaf(1 - b, grads))
-    look = look_ahead(
-        new, grads, b, t, nesterov=config.nesterov, bias_correction=config.bias_correction
-    )
-    stacks = [config.orthogonalize(x) for x in stack(bucket, look)]
-    return unstack(bucket, stacks), {"momentum": new}
+def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    # Planning lets None through only for missing="zero".
+    return torch.zeros_like(like) if grad is None else grad
 
 
-def _gradient(grad: Tensor | None, old: Slots, index: int, dtype: torch.dtype) -> Tensor:
-    # Planning lets None through only for missing="zero" and leaves that have slots.
-    return torch.zeros_like(next(iter(old.values()))[index]) if grad is None else grad.to(dtype)
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    # A view where there is one.
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
 
 
-def _step_sizes(rate: Tensor, scales: Sequence[float], dtype: torch.dtype) -> list[Tensor]:
-    """-rate scale, one 0-d tensor per leaf; one product per distinct scale where rate is 0-d."""
-    if rate.ndim:
-        return [(r * -s).to(dtype) for r, s in zip(rate.unbind(), scales, strict=True)]
-    products = {scale: (rate * -scale).to(dtype) for scale in dict.fromkeys(scales)}
-    return [products[scale] for scale in scales]
+def _spread(values: Tensor, stack: Tensor) -> Tensor:
+    """[k] -> [k, 1, ...], to broadcast over the members of a stack; 0-d stays."""
+    return values.reshape(-1, *[1] * (stack.ndim - 1)) if values.ndim else values
 
 
-def _strided(update: Tensor, momentum: Tensor | None) -> Tensor:
+def _constant(values: Sequence[float], device: torch.device) -> float | Tensor:
+    """A number if all are equal, else a float64 vector."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def _strided(update: Tensor, like: Tensor | None) -> Tensor:
     """The update with the strides of its leaf: a tall matrix comes back as a transposed view."""
-    if momentum is None or momentum.stride() == update.stride():
+    if like is None or like.stride() == update.stride():
         return update
-    order = sorted(range(momentum.ndim), key=lambda axis: -momentum.stride(axis))
-    inverse = [order.index(axis) for axis in range(momentum.ndim)]
+    order, inverse = _memory_order(like)
     return update.permute(order).contiguous().permute(inverse)
+
+
+def _owned(new: Tensor, old: Tensor) -> Tensor:
+    """A copy with the strides and the dtype of the old, so that no leaf keeps a stack alive."""
+    order, inverse = _memory_order(old)
+    copy = new.permute(order).clone(memory_format=torch.contiguous_format)
+    return copy.permute(inverse).to(old.dtype)
+
+
+def _memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:
+    order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
+    return order, [order.index(axis) for axis in range(tensor.ndim)]
 
 
 def _zeros(leaf: Tensor) -> Tensor:

@@ -6,9 +6,10 @@ check of an update is made here, before anything is computed or written.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -23,13 +24,15 @@ from fmuon.base import (
     StateError,
     near_misses,
 )
-from fmuon.buckets import Bucket, MatrixLeaf, matrix_leaf, plan
+from fmuon.buckets import Bucket, MatrixLeaf, plan
 from fmuon.orthogonalize import Orthogonalizer
 from fmuon.partition import Assignment, Label, Labels, Leaf, as_view, assign, declared
 from fmuon.scalars import check_scalar, is_mask
 from fmuon.scaling import ScaleRule
 
 MISSING = ("skip", "zero", "error")
+SMALL = 2**16
+"""Elements up to which auxiliary leaves of one shape are stacked."""
 _MOMENTUM = "momentum"
 _LABELS = ("muon", "auxiliary", "frozen", "error")
 
@@ -150,13 +153,14 @@ Signature: TypeAlias = tuple[tuple[str, tuple[Any, ...] | None], ...]
 
 @dataclass(frozen=True)
 class RuleGroup:
-    """Leaves of one auxiliary rule, dtype and device; `name` is the rule's in a dict of rules."""
+    """Leaves of one rule and one shape; `name` is the rule's in a dict of rules."""
 
+    paths: tuple[str, ...]
     name: str | None
     rule: Rule
+    shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    paths: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -227,7 +231,7 @@ def _plan_update(
     stored = _stored(momentum, slots)
     _check_names(config, gradients, known, weights, named, decays)
     matrices: list[MatrixLeaf] = []
-    others: dict[tuple[str | None, Rule, torch.dtype, torch.device], list[str]] = {}
+    others: dict[RuleGroup, list[str]] = {}
     idle: list[str] = []
     empty: list[str] = []
     for path in sorted(known):
@@ -247,15 +251,18 @@ def _plan_update(
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         if not isinstance(label, Matrix):
             name = config.rule_name(label)
-            others.setdefault((name, config.rules[name], dtype, like.device), []).append(path)
+            # Copying a large leaf into a stack costs more than a call of its own.
+            alone = (path,) if math.prod(like.shape) > SMALL else ()
+            group = RuleGroup(alone, name, config.rules[name], like.shape, dtype, like.device)
+            others.setdefault(group, []).append(path)
         elif 0 in like.shape:
             empty.append(path)
         else:
             view = label.view(path, like.shape)
-            matrices.append(matrix_leaf(path, view, dtype, like.device, config.scale))
+            matrices.append(MatrixLeaf(path, view, dtype, like.device))
     groups = (
         *plan(matrices, config.scale, config.max_stack_bytes),
-        *(RuleGroup(*key, tuple(paths)) for key, paths in others.items()),
+        *(replace(group, paths=tuple(paths)) for group, paths in others.items()),
     )
     return Plan(groups, tuple(idle), tuple(empty))
 
