@@ -15,6 +15,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 from torch import Tensor
 
 _Row = TypeVar("_Row")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 Stack: TypeAlias = Annotated[Tensor, "matrices short long"]
 """Wide matrices of one shape, `short <= long`."""
@@ -143,6 +144,16 @@ class View:
     fan_in: int
     row_blocks: tuple[int, ...]
     column_blocks: tuple[int, ...]
+
+
+def constant_in_graphs(function: _Function) -> _Function:
+    """Decorate planning code: torch.compile calls it while tracing and keeps the result.
+
+    Its arguments must be constants. What torch.compiler.assume_constant_result does, without the
+    import of torch._dynamo, which would make `import fmuon` heavy.
+    """
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 def near_misses(name: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fmuon.base import ConfigurationError, Stack, lookup
+from fmuon.base import ConfigurationError, Stack, constant_in_graphs, lookup
 from fmuon.coefficients import CoefficientSet, coefficient_set
 
 _DTYPES = {
@@ -151,7 +151,7 @@ def _clamp(x: Stack, safety: float, eps: float) -> Stack:
 _NORMS = {"scale_free": _scale_free, "add": _add, "clamp": _clamp}
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether the device has bfloat16 multipliers: tensor cores, AMX or AVX512-BF16.
 

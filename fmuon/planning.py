@@ -22,6 +22,7 @@ from fmuon.base import (
     Matrix,
     Scalar,
     StateError,
+    constant_in_graphs,
     near_misses,
 )
 from fmuon.buckets import Bucket, MatrixLeaf, plan
@@ -196,7 +197,7 @@ def _specs(leaves: Signature) -> dict[str, Spec | None]:
     return {path: None if spec is None else Spec(*spec) for path, spec in leaves}
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def plan_update(*arguments: Any) -> Plan:
     """`_plan_update`, as a constant of the trace; a cache between eager calls."""
     return _plan_update(*arguments)
@@ -364,7 +365,7 @@ def _label_in_state(
     return label
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def masked(decay: Any, params: Signature | None) -> tuple[tuple[str, float], ...] | None:
     """(path, value) for every leaf, where the decay is a callable (path, tensor) -> number."""
     if not is_mask(decay):

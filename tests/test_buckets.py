@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from strategies import matrix_views
 
 from fmuon import Matrix
-from fmuon.buckets import matrix_leaf, plan, stack, unstack
+from fmuon.buckets import MatrixLeaf, plan, stack, unstack
 from fmuon.scaling import none, original
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ several_leaves = st.lists(matrix_views(), min_size=1, max_size=6)
 def planned(cases, scale=none, limit=UNLIMITED, dtype=torch.float32):
     """The buckets of leaves given as path -> (matrix, shape)."""
     leaves = [
-        matrix_leaf(path, matrix.view(path, shape), dtype, CPU, scale)
+        MatrixLeaf(path, matrix.view(path, shape), dtype, CPU)
         for path, (matrix, shape) in cases.items()
     ]
     return plan(leaves, scale, limit)
@@ -175,28 +175,60 @@ def test_leaves_linked_by_the_blocks_of_a_third_are_in_one_bucket():
 def test_leaves_of_different_dtypes_are_in_different_buckets():
     view = Matrix().view("w", (4, 6))
     leaves = [
-        matrix_leaf("single", view, torch.float32, CPU, none),
-        matrix_leaf("double", view, torch.float64, CPU, none),
-        matrix_leaf("elsewhere", view, torch.float32, torch.device("meta"), none),
+        MatrixLeaf("single", view, torch.float32, CPU),
+        MatrixLeaf("double", view, torch.float64, CPU),
+        MatrixLeaf("elsewhere", view, torch.float32, torch.device("meta")),
     ]
     assert len(plan(leaves, none, UNLIMITED)) == 3
 
 
-# ---- scales --------------------------------------------------------------------------------------
+def test_a_stack_has_the_dtype_of_the_arithmetic():
+    (bucket,) = planned({"w": (Matrix(), (4, 6))}, dtype=torch.float64)
+    leaf = torch.randn(4, 6)
+    (stacked,) = stack(bucket, [leaf])
+    assert stacked.dtype == torch.float64 and torch.equal(stacked, leaf.double()[None])
 
 
-def test_unequal_blocks_come_back_with_their_own_scales():
+# ---- owners and scales of the matrices -----------------------------------------------------------
+
+
+@given(several_leaves)
+def test_every_matrix_of_a_stack_is_listed_under_its_leaf(cases):
+    cases = named(cases)
+    leaves = {path: torch.full(shape, float(path[4:])) for path, (_, shape) in cases.items()}
+    for bucket in planned(cases):
+        for spec, x in zip(bucket.stacks, stacks_of(bucket, leaves), strict=True):
+            owners = torch.tensor([float(path[4:]) for path in spec.paths])
+            assert torch.equal(x, owners[:, None, None].expand_as(x))
+
+
+@given(several_leaves)
+def test_every_matrix_has_the_scale_of_its_own_sides(cases):
+    cases = named(cases)
+    for bucket in planned(cases, lambda fan_out, fan_in: 100 * fan_out + fan_in):
+        for spec in bucket.stacks:
+            sides = {(100 * a + b) for a, b in [(spec.short, spec.long), (spec.long, spec.short)]}
+            assert set(spec.scales) <= sides and len(spec.scales) == len(spec.paths)
+
+
+def test_unequal_blocks_have_scales_of_their_own():
     cases = {"w": (Matrix(blocks=(2, 16, 8)), (26, 4))}
     (bucket,) = planned(cases, original)
-    leaf = torch.randn(26, 4)
-    (back,) = unstack(bucket, stack(bucket, [leaf]))
-    scales = torch.cat([torch.full((rows, 1), original(rows, 4)) for rows in (2, 16, 8)])
-    torch.testing.assert_close(back * bucket.leaves[0].scale, leaf * scales)
+    scales = {(spec.short, spec.long): spec.scales for spec in bucket.stacks}
+    assert scales == {(2, 4): (1.0,), (4, 16): (2.0,), (4, 8): (math.sqrt(2),)}
 
 
-def test_the_scale_of_a_leaf_is_that_of_its_first_block():
-    (bucket,) = planned({"w": (Matrix(blocks=(16, 2)), (18, 4))}, original)
-    assert bucket.leaves[0].scale == original(16, 4) == 2.0
+def test_a_tall_and_a_wide_matrix_of_one_stack_keep_their_scales():
+    (bucket,) = planned({"tall": (Matrix(), (16, 4)), "wide": (Matrix(), (4, 16))}, original)
+    assert dict(zip(bucket.stacks[0].paths, bucket.stacks[0].scales, strict=True)) == {
+        "tall": 2.0,
+        "wide": 1.0,
+    }
+
+
+def test_a_stack_axis_repeats_the_scale_of_its_leaf():
+    (bucket,) = planned({"experts": (Matrix(1, 2), (3, 16, 4))}, original)
+    assert bucket.stacks[0].scales == (2.0, 2.0, 2.0)
 
 
 # ---- the plan ------------------------------------------------------------------------------------

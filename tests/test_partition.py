@@ -122,6 +122,11 @@ def test_a_linear_layer_named_as_a_head_is_one_at_any_depth(name):
     assert set(label(model).values()) == {"auxiliary"}
 
 
+@pytest.mark.parametrize("name", ["headroom", "overhead", "heads_mix", "classifiers"])
+def test_a_linear_layer_whose_name_merely_contains_head_is_a_matrix(name):
+    assert label(nn.ModuleDict({name: nn.Linear(4, 5)}))[f"{name}.weight"] == Matrix()
+
+
 def test_output_is_a_head_at_the_top_level_only():
     inner = nn.ModuleDict({"output": nn.Linear(4, 5, bias=False)})
     model = nn.ModuleDict({"attention": inner, "output": nn.Linear(5, 6, bias=False)})
