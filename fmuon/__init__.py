@@ -15,11 +15,12 @@ floor | module | job
 2 | partition | leaves -> labels, each with its reason and its matrix view
 2 | buckets | labelled leaves -> hashable plan of same-shape stacks; stack and unstack
 3 | planning | configuration and signature of a call -> who is updated with whom
-4 | functional | the algorithm: muon, init, update, update_, apply_updates
-5 | explanation | what every leaf gets and why
-5 | presets | the published optimizers as rows of configuration
-5 | compilation | the only call to torch.compile
-6 | optimizer | FMuon, the torch.optim shim
+4 | call | the leaves and scalars of one call
+5 | functional | the algorithm: muon, init, update, update_, apply_updates
+6 | explanation | what every leaf gets and why
+6 | presets | the published optimizers as rows of configuration
+6 | compilation | the only call to torch.compile
+7 | optimizer | FMuon, the torch.optim shim
 """
 
 from fmuon import presets

@@ -77,8 +77,16 @@ class Matrix:
         # Lists are accepted and stored as tuples: the view must be hashable.
         for name in ("fan_out", "fan_in", "blocks", "blocks_in"):
             value = getattr(self, name)
-            if not isinstance(value, int) and value is not None:
-                object.__setattr__(self, name, tuple(int(v) for v in value))
+            if isinstance(value, list):
+                value = tuple(value)
+                object.__setattr__(self, name, value)
+            blocks = name.startswith("blocks")
+            allowed = value is None if blocks else isinstance(value, int)
+            if not allowed and not (
+                isinstance(value, tuple) and all(isinstance(v, int) for v in value)
+            ):
+                wanted = "a tuple of sizes, or None" if blocks else "an axis, or a tuple of axes"
+                raise ConfigurationError(f"Matrix: {name}={value!r}; give {wanted}")
 
     def view(self, path: str, shape: tuple[int, ...]) -> "View":
         """Bind to a shape; raises `LeafError` naming `path` where the two don't fit."""
@@ -106,9 +114,10 @@ class Matrix:
         axes = (value,) if isinstance(value, int) else value
         rank = len(shape)
         if not axes or any(not -rank <= axis < rank for axis in axes):
+            axes = f"name axes between {-rank} and {rank - 1}" if rank else "it has no axes"
             raise LeafError(
-                f"{path!r}: {name}={value} doesn't fit a leaf of shape {shape}; name axes between "
-                f"{-rank} and {rank - 1}, or label the leaf 'auxiliary'"
+                f"{path!r}: {name}={value} doesn't fit a leaf of shape {shape}; {axes}, or label "
+                f"the leaf 'auxiliary'"
             )
         normalised = tuple(axis % rank for axis in axes)
         if len(set(normalised)) < len(normalised):

@@ -64,7 +64,7 @@ class CoefficientSet:
 
     def response(self, s: float, steps: int | None = None) -> float:
         """What the polynomials make of one singular value (after the norm's safety factor)."""
-        s /= self.norm_safety
+        s = s / self.norm_safety
         for a, b, c in self.polynomials(steps):
             s = s * (a + b * s**2 + c * s**4)
         return s

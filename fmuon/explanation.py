@@ -78,7 +78,9 @@ def _row(config: Configuration, path: str, leaf: Tensor | None, assignment: Assi
     shape = () if leaf is None else tuple(leaf.shape)
     label = assignment.label
     if not isinstance(label, Matrix):
-        gets = label if label == "frozen" else str(config.rules[config.rule_name(label)])
+        name = config.rule_name(label)
+        rule = str(config.rules[name]) if name is None else f"{name}: {config.rules[name]}"
+        gets = "frozen" if label == "frozen" else rule
         return Row(path, shape, gets, "", "", assignment.reason)
     view = label.view(path, shape)
     sides = [(rows, columns) for rows in view.row_blocks for columns in view.column_blocks]

@@ -13,7 +13,7 @@ everything here computes.
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +30,14 @@ from fmuon.base import (
     Tree,
 )
 from fmuon.buckets import Bucket, stack, unstack
+from fmuon.call import Call, Group, spread
 from fmuon.momentum import average, look_ahead
 from fmuon.orthogonalize import NewtonSchulz, Orthogonalizer, orthogonalizer
 from fmuon.partition import Label
-from fmuon.planning import Configuration, Plan, RuleGroup, masked, plan_update, signature
-from fmuon.scalars import Scalars, check_scalar, is_callable, is_zero, resolve
+from fmuon.planning import Configuration, RuleGroup, check_not_empty
+from fmuon.scalars import Scalars
 from fmuon.scaling import ScaleRule, scale_rule
 from fmuon.tree import flatten
-
-Leaves: TypeAlias = Mapping[str, Tensor | None]
 
 
 class Muon(Configuration):
@@ -54,7 +53,10 @@ class Muon(Configuration):
             "auxiliary": slots if nested else slots[None],
             "missed": {},
         }
-        for path, (label, _, _) in self.assign(leaves).items():
+        assignments = self.assign(leaves)
+        if not isinstance(params, list | tuple):
+            check_not_empty(assignments)
+        for path, (label, _, _) in assignments.items():
             leaf = leaves[path]
             if leaf is None or label == "frozen":
                 continue
@@ -82,18 +84,19 @@ class Muon(Configuration):
     ) -> tuple[Tree, State]:
         """What to add to the params, and the new state; see `fmuon.update`."""
         with contextlib.nullcontext() if self.differentiable else torch.no_grad():
-            leaves, structure = flatten(grads, "grads")
-            weights = None if params is None else flatten(params)[0]
-            call = _Call(self, step, weights, lr, weight_decay, momentum, betas, eps, present)
-            plan = _plan(self, leaves, state, call)
+            call = Call(
+                self, grads, state, step, params, lr=lr, weight_decay=weight_decay,
+                momentum=momentum, betas=betas, eps=eps, present=present,
+            )  # fmt: skip
+            plan = call.plan()
             new = {name: _copy(state[name]) for name in state}
             updates: dict[str, Tensor] = {}
             for group in plan.groups:
-                changes, slots = _advance(self, group, leaves, state, call)
+                changes, slots = _advance(group, call)
                 for path, change in zip(group.paths, changes, strict=True):
                     updates[path] = _strided(change, state["momentum"].get(path))
                 for slot, tensors in slots.items():
-                    old, store = _store(state, group, slot), _store(new, group, slot)
+                    old, store = call.store(group, slot), call.store(group, slot, new)
                     for path, tensor in zip(group.paths, tensors, strict=True):
                         store[path] = _owned(tensor, old[path])
             for path in plan.empty:
@@ -102,10 +105,7 @@ class Muon(Configuration):
                 new["missed"][path] = state["missed"][path] + 1
             for path, here in call.present.items():
                 new["missed"][path] = state["missed"][path] + here.logical_not()
-            strided = {
-                path: _strided(u, state["momentum"].get(path)) for path, u in updates.items()
-            }
-            return structure.rebuild(strided), new
+            return call.structure.rebuild(updates), new
 
     @torch.no_grad()
     def update_(
@@ -123,226 +123,83 @@ class Muon(Configuration):
         present: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Write the new params and state over the old ones; see `fmuon.update_`."""
-        leaves, _ = flatten(grads, "grads")
-        weights, _ = flatten(params)
-        call = _Call(self, step, weights, lr, weight_decay, momentum, betas, eps, present)
-        plan = _plan(self, leaves, state, call)
+        call = Call(
+            self, grads, state, step, params, lr=lr, weight_decay=weight_decay,
+            momentum=momentum, betas=betas, eps=eps, present=present,
+        )  # fmt: skip
+        plan = call.plan()
         for group in plan.groups:
-            changes, slots = _advance(self, group, leaves, state, call)
-            torch._foreach_add_(_pick(weights, group.paths), changes)
+            changes, slots = _advance(group, call)
+            torch._foreach_add_(call.weights(group), changes)
             for slot, tensors in slots.items():
-                torch._foreach_copy_(_pick(_store(state, group, slot), group.paths), tensors)
+                store = call.store(group, slot)
+                torch._foreach_copy_([store[path] for path in group.paths], tensors)
         for path in plan.idle:
             state["missed"][path].add_(1)
         for path, here in call.present.items():
             state["missed"][path].add_(here.logical_not())
 
 
-class _Call:
-    """The step, params and scalars of one call, and the configuration's where none is given.
-
-    A weight decay or beta given for all leaves stands in for the configuration's; one given in a
-    dict is that leaf's own.
-    """
-
-    def __init__(
-        self,
-        config: Configuration,
-        step: int | Tensor,
-        params: Leaves | None,
-        lr: Scalars | None,
-        weight_decay: Scalars | None,
-        momentum: Scalars | None,
-        betas: Any,
-        eps: Scalars | None,
-        present: Mapping[str, Tensor] | None,
-    ) -> None:
-        self.params = params
-        self.present: Mapping[str, Tensor] = {} if present is None else present
-        self.step = step if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64)
-        beta1, beta2 = _split(betas)
-        given = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": eps,
-        }
-        self.given: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
-        for name, value in self.given.items():
-            check_scalar(name, value)
-        self.defaults: dict[str, Any] = {
-            "lr": config.lr,
-            "momentum": config.momentum,
-            "weight_decay": config.weight_decay,
-        }
-        self.decays = not is_zero(self.given.get("weight_decay", config.weight_decay)) or any(
-            not is_zero(rule.weight_decay or 0) for rule in config.rules.values()
-        )
-        for values in (self.given, self.defaults):
-            decay = values.get("weight_decay")
-            if is_callable(decay):
-                by_leaf = masked(decay, None if params is None else signature(params))
-                values["weight_decay"] = decay if by_leaf is None else dict(by_leaf)
-
-    @property
-    def named(self) -> tuple[tuple[str, str], ...]:
-        """(option, path) of every leaf that a dict of this call names."""
-        options = {**self.given, "present": self.present}
-        return tuple(
-            (option, path)
-            for option, value in options.items()
-            if isinstance(value, Mapping)
-            for path in value
-        )
-
-    def of(
-        self, option: str, paths: Sequence[str], device: torch.device, rule: Rule | None = None
-    ) -> Tensor:
-        """An option for some leaves: float64, 0-d or one entry per leaf."""
-        default = self.defaults.get(option)
-        if rule is not None and option in ("beta1", "beta2", "eps"):
-            default = rule.eps if option == "eps" else rule.betas[option == "beta2"]
-        return resolve(self.given.get(option, default), default, self.step, paths, device)
-
-    def rate(self, group: Bucket | RuleGroup) -> Tensor:
-        """The learning rate of the leaves of a group."""
-        rate = self.of("lr", group.paths, group.device)
-        return rate if isinstance(group, Bucket) else rate * group.rule.lr_scale
-
-    def decay(self, group: Bucket | RuleGroup) -> Tensor | None:
-        """The weight decay of the leaves of a group; None where it is the constant 0."""
-        default = self.defaults["weight_decay"]
-        value = self.given.get("weight_decay", default)
-        own = None if isinstance(group, Bucket) else group.rule.weight_decay
-        if own is not None:
-            value, default = (value if isinstance(value, Mapping) else own), own
-        if is_zero(value):
-            return None
-        return resolve(value, default, self.step, group.paths, group.device)
-
-    def count(self, state: State, paths: Sequence[str]) -> Tensor:
-        """t of every leaf: its updates including this one, float64."""
-        missed = torch.stack(_pick(state["missed"], paths))
-        return (self.step - missed + 1).to(torch.float64)
-
-    def masked(self, new: Tensor, paths: Sequence[str], old: Tensor | float = 0.0) -> Tensor:
-        """The new stack, but the old one (or zeros) for leaves whose gradient is not present."""
-        if not any(path in self.present for path in paths):
-            return new
-        always = torch.ones((), dtype=torch.bool, device=self.step.device)
-        here = torch.stack([self.present.get(path, always) for path in paths])
-        return torch.where(_spread(here.to(new.device), new), new, old)
-
-
-def _split(betas: Any) -> tuple[Any, Any]:
-    if isinstance(betas, Mapping):
-        pairs: Mapping[str, Any] = betas
-        return {p: pair[0] for p, pair in pairs.items()}, {p: pair[1] for p, pair in pairs.items()}
-    return (None, None) if betas is None else (betas[0], betas[1])
-
-
-def _plan(config: Configuration, grads: Leaves, state: State, call: _Call) -> Plan:
-    if not {"momentum", "auxiliary", "missed"} <= set(state):
-        raise StateError(f"no state of fmuon: it has the keys {sorted(state)}; make it with init")
-    stores: Mapping[str, Any] = state["auxiliary"]
-    by_rule: Any = {None: stores} if isinstance(config.auxiliary, Rule) else stores
-    return plan_update(
-        config,
-        signature(grads),
-        signature(state["momentum"]),
-        tuple(
-            (name, slot, signature(leaves))
-            for name, store in by_rule.items()
-            for slot, leaves in store.items()
-        ),
-        tuple(state["missed"]),
-        None if call.params is None else signature(call.params),
-        call.named,
-        call.decays,
-    )
-
-
-def _advance(
-    config: Configuration, group: Bucket | RuleGroup, grads: Leaves, state: State, call: _Call
-) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Updates and new slots of one bucket or rule group, as views; writes nothing."""
-    if isinstance(group, Bucket):
-        updates, new = _matrix_step(config, group, grads, state, call)
-    else:
-        updates, new = _rule_step(group, grads, state, call)
+def _advance(group: Group, call: Call) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """Updates and new slots of the leaves of a group, as views; writes nothing."""
+    is_bucket = isinstance(group, Bucket)
+    updates, new = _matrices(group, call) if is_bucket else _others(group, call)
     decay = call.decay(group)
-    if decay is not None and call.params is not None:
+    if decay is not None:
         c = call.masked(-call.rate(group) * decay, group.paths).to(group.dtype)
-        coefficients = c.unbind() if c.ndim else [c] * len(updates)
-        weights = [weight.to(group.dtype) for weight in _pick(call.params, group.paths)]
-        updates = [
-            torch.addcmul(u, w, c) for u, w, c in zip(updates, weights, coefficients, strict=True)
-        ]
+        factors = c.unbind() if c.ndim else [c] * len(updates)
+        triples = zip(updates, call.weights(group), factors, strict=True)
+        updates = [torch.addcmul(u, weight.to(group.dtype), c) for u, weight, c in triples]
     return updates, new
 
 
-def _matrix_step(
-    config: Configuration, bucket: Bucket, grads: Leaves, state: State, call: _Call
-) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    moments = _pick(state["momentum"], bucket.paths)
-    gradients = [
-        _or_zeros(grads[path], moment) for path, moment in zip(bucket.paths, moments, strict=True)
-    ]
+def _matrices(bucket: Bucket, call: Call) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """-lr scale O and M' of the leaves of a bucket, one orthogonalisation per stack."""
+    config, device = call.config, bucket.device
+    momentum = [call.state["momentum"][path] for path in bucket.paths]
+    grads = [call.gradient(path, m) for path, m in zip(bucket.paths, momentum, strict=True)]
     updates: list[Stack] = []
     averages: list[Stack] = []
-    stacks = zip(bucket.stacks, stack(bucket, gradients), stack(bucket, moments), strict=True)
+    stacks = zip(bucket.stacks, stack(bucket, grads), stack(bucket, momentum), strict=True)
     for spec, grad, moment in stacks:
-        t = _spread(call.count(state, spec.paths), grad)
-        b = _spread(call.of("momentum", spec.paths, bucket.device), grad)
+        t = spread(call.count(spec.paths), grad)
+        b = spread(call.of("momentum", spec.paths, device), grad)
         new = average(moment, grad, b)
         look = look_ahead(
             new, grad, b, t, nesterov=config.nesterov, bias_correction=config.bias_correction
         )
-        rate = -call.of("lr", spec.paths, bucket.device) * _constant(spec.scales, bucket.device)
-        update = config.orthogonalize(look) * _spread(rate, grad).to(bucket.dtype)
+        rate = call.of("lr", spec.paths, device) * _constant(spec.scales, device)
+        update = config.orthogonalize(look) * spread(-rate, grad).to(grad.dtype)
         updates.append(call.masked(update, spec.paths))
         averages.append(call.masked(new, spec.paths, moment))
     return unstack(bucket, updates), {"momentum": unstack(bucket, averages)}
 
 
-def _rule_step(
-    group: RuleGroup, grads: Leaves, state: State, call: _Call
-) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    paths, rule = group.paths, group.rule
+def _others(group: RuleGroup, call: Call) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """-lr D and the new slots of leaves of one shape, by their auxiliary rule."""
+    paths, rule = group.paths, call.config.rules[group.name]
     slots = {
-        slot: _stacked(_pick(_store(state, group, slot), paths)).to(group.dtype)
+        slot: _stacked([call.store(group, slot)[path] for path in paths]).to(group.dtype)
         for slot in rule.slots
     }
     zeros = torch.zeros(group.shape, dtype=group.dtype, device=group.device)
-    grad = _stacked([_or_zeros(grads[path], zeros) for path in paths]).to(group.dtype)
-    t = _spread(call.count(state, paths), grad)
+    grad = _stacked([call.gradient(path, zeros) for path in paths]).to(group.dtype)
+    defaults = {"beta1": rule.betas[0], "beta2": rule.betas[1], "eps": rule.eps}
     beta1, beta2, eps = (
-        _spread(call.of(option, paths, group.device, rule), grad)
-        for option in ("beta1", "beta2", "eps")
+        spread(call.of(option, paths, group.device, default), grad)
+        for option, default in defaults.items()
     )
+    t = spread(call.count(paths), grad)
     direction, new = rule.direction(grad, slots, t, (beta1, beta2), eps)
-    update = direction * _spread(-call.rate(group), grad).to(group.dtype)
-    masked = {slot: call.masked(new[slot], paths, slots[slot]) for slot in rule.slots}
+    update = direction * spread(-call.rate(group), grad).to(group.dtype)
     return list(call.masked(update, paths).unbind()), {
-        s: list(x.unbind()) for s, x in masked.items()
+        slot: list(call.masked(new[slot], paths, slots[slot]).unbind()) for slot in rule.slots
     }
-
-
-def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
-    # Planning lets None through only for missing="zero".
-    return torch.zeros_like(like) if grad is None else grad
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
     # A view where there is one.
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
-
-
-def _spread(values: Tensor, stack: Tensor) -> Tensor:
-    """[k] -> [k, 1, ...], to broadcast over the members of a stack; 0-d stays."""
-    return values.reshape(-1, *[1] * (stack.ndim - 1)) if values.ndim else values
 
 
 def _constant(values: Sequence[float], device: torch.device) -> float | Tensor:
@@ -379,17 +236,6 @@ def _zeros(leaf: Tensor) -> Tensor:
 
 def _copy(nested: Any) -> Any:
     return {k: _copy(v) for k, v in nested.items()} if isinstance(nested, dict) else nested
-
-
-def _store(state: State, group: Bucket | RuleGroup, slot: str) -> dict[str, Tensor]:
-    if isinstance(group, Bucket):
-        return state["momentum"]
-    return (state["auxiliary"] if group.name is None else state["auxiliary"][group.name])[slot]
-
-
-def _pick(leaves: Leaves, paths: Sequence[str]) -> list[Tensor]:
-    # Planning has checked that none of these is None.
-    return [leaves[path] for path in paths]  # pyright: ignore[reportReturnType]
 
 
 # ---- the public functions ------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from fmuon.auxiliary import Rule
 from fmuon.base import ConfigurationError, LeafError, Matrix, StateError, lookup
 from fmuon.compilation import compile as compile_
 from fmuon.functional import Muon, configuration_of, muon
-from fmuon.partition import Label, route
+from fmuon.partition import Label, route, unwrapped_module
 from fmuon.presets import PRESETS
 from fmuon.scalars import check_scalar
 from fmuon.tree import unwrapped
@@ -30,7 +30,6 @@ FORMAT = 1
 # Slots of the functional state under the names that torch.optim uses.
 _SLOTS = {"momentum": "momentum_buffer", "mu": "exp_avg", "nu": "exp_avg_sq"}
 _SCALARS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
-_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class _Member(NamedTuple):
@@ -111,7 +110,7 @@ class FMuon(Optimizer):
         if isinstance(params, Tensor):
             raise TypeError("params: give an iterable of parameters, not a tensor")
         if isinstance(params, nn.Module):
-            module = params.module if isinstance(params, _WRAPPERS) else params
+            _, module = unwrapped_module(params)
             named = dict(module.named_parameters())
             if self._config.labels is None:
                 labels: dict[str, Label] = {p: a.label for p, a in route(module).items()}
@@ -188,14 +187,12 @@ class FMuon(Optimizer):
     def _label(self, path: str, tensor: Tensor, given: Any) -> Label:
         if given is None:
             return _label_of_bare(tensor)
+        if given == "muon" and tensor.ndim != 2:
+            raise LeafError(
+                f"{path!r} (shape {tuple(tensor.shape)}) is not a matrix; give the group "
+                f"rules=[fmuon.Matrix(...)], or train it by the auxiliary rule"
+            )
         label = _decode(given)
-        if label == "muon":
-            label = Matrix()
-            if tensor.ndim != 2:
-                raise LeafError(
-                    f"{path!r} (shape {tuple(tensor.shape)}) is not a matrix; give the group "
-                    f"rules=[fmuon.Matrix(...)], or train it by the auxiliary rule"
-                )
         if isinstance(label, Matrix):
             label.view(path, tuple(tensor.shape))
         return label

@@ -6,6 +6,7 @@ A label is a `Matrix`, "muon" (the default view of a 2-D leaf), "auxiliary" or t
 """
 
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fmuon.base import LeafError, Matrix, near_misses
+from fmuon.base import ConfigurationError, LeafError, Matrix, near_misses
 from fmuon.tree import unwrapped
 
 Label: TypeAlias = Matrix | str
@@ -50,7 +51,7 @@ def by_name_and_shape(path: str, shape: tuple[int, ...]) -> Assignment:
             if pattern.fullmatch(component):
                 return Assignment("auxiliary", f"{what}, by the name {component!r}")
     if len(shape) > 2:
-        return Assignment("auxiliary", f"{len(shape)}-D without a declared matrix view")
+        return Assignment("auxiliary", _UNDECLARED)
     return Assignment(Matrix(), "a matrix")
 
 
@@ -59,10 +60,20 @@ def assign(leaves: Mapping[str, Leaf], labels: Labels) -> dict[str, Assignment]:
     if isinstance(labels, tuple):
         _check_keys(labels, leaves)
     assignments = {path: _assign(path, leaf, labels) for path, leaf in leaves.items()}
+    _warn_of_undeclared(assignments, {path: leaf.shape for path, leaf in leaves.items()})
+    return assignments
+
+
+_UNDECLARED = "3 or more axes without a declared view"
+
+
+def _warn_of_undeclared(
+    assignments: Mapping[str, Assignment], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
     undeclared = [
-        f"{path!r} {leaves[path].shape}"
+        f"{path!r} {shapes[path]}"
         for path, assignment in assignments.items()
-        if not assignment.explicit and "without a declared" in assignment.reason
+        if assignment.reason.endswith(_UNDECLARED)
     ]
     if undeclared:
         warnings.warn(
@@ -70,9 +81,16 @@ def assign(leaves: Mapping[str, Leaf], labels: Labels) -> dict[str, Assignment]:
             f"mean a stack, a convolution or neither; declare a view in labels=, such as "
             f"fmuon.Matrix(1, 2) for a stack or fmuon.Matrix(0, (1, 2, 3)) for a convolution, or "
             f"label them 'auxiliary'",
-            stacklevel=2,
+            stacklevel=_depth_of_caller(),
         )
-    return assignments
+
+
+def _depth_of_caller() -> int:
+    """The stacklevel at which a warning points at the code that called fmuon."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("fmuon."):
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 def _assign(path: str, leaf: Leaf, labels: Labels) -> Assignment:
@@ -116,6 +134,17 @@ def _matches(key: str, path: str) -> bool:
     if key.startswith("re:"):
         return re.fullmatch(key[3:], unwrapped(path)) is not None
     return key == path or unwrapped(key) == unwrapped(path)
+
+
+def check_key(key: Any) -> None:
+    """Refuse a key of `labels` that is no path and no valid pattern."""
+    if not isinstance(key, str):
+        raise ConfigurationError(f"labels: the key {key!r} is no string; give a path, or 're:...'")
+    if key.startswith("re:"):
+        try:
+            re.compile(key[3:])
+        except re.error as error:
+            raise ConfigurationError(f"labels key {key!r}: no valid pattern, {error}") from None
 
 
 def _check_keys(labels: Sequence[tuple[str, Label]], paths: Iterable[str]) -> None:
@@ -246,12 +275,28 @@ def route(module: nn.Module) -> dict[str, Assignment]:
     A parameter that several layers share (tied weights) gets one: the auxiliary rule if any of
     them asks for it, whichever name comes first.
     """
+    outer, module = unwrapped_module(module)
     roles: dict[int, list[_Role]] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             path = f"{prefix}.{name}" if prefix else name
             roles.setdefault(id(parameter), []).append(_Role(path, owner, name, parameter))
-    return {path: _route(path, roles[id(p)]) for path, p in module.named_parameters()}
+    parameters = dict(module.named_parameters())
+    assignments = {path: _route(path, roles[id(p)]) for path, p in parameters.items()}
+    _warn_of_undeclared(assignments, {path: tuple(p.shape) for path, p in parameters.items()})
+    return {outer + path: assignment for path, assignment in assignments.items()}
+
+
+def unwrapped_module(module: nn.Module) -> tuple[str, nn.Module]:
+    """The module inside torch.compile, DDP and DataParallel, and the prefix they put before it."""
+    prefix = ""
+    while True:
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            prefix, module = f"{prefix}module.", module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), nn.Module):
+            prefix, module = f"{prefix}_orig_mod.", inner
+        else:
+            return prefix, module
 
 
 def _route(path: str, roles: list[_Role]) -> Assignment:
@@ -259,6 +304,10 @@ def _route(path: str, roles: list[_Role]) -> Assignment:
         return Assignment("frozen", "requires_grad is False")
     found = [(role, next(a for r in ROUTES if (a := r(role)) is not None)) for role in roles]
     for role, assignment in found:
+        if isinstance(assignment.label, Matrix):
+            view = assignment.label.view(path, tuple(role.parameter.shape))
+            if 1 in (view.fan_out, view.fan_in):
+                return Assignment("auxiliary", f"{assignment.reason} with a side of 1")
         if assignment.label == "auxiliary":
             tied = f"tied to {role.path!r}: " if role.path != path else ""
             return Assignment("auxiliary", tied + assignment.reason)

@@ -27,7 +27,7 @@ from fmuon.base import (
 )
 from fmuon.buckets import Bucket, MatrixLeaf, plan
 from fmuon.orthogonalize import Orthogonalizer
-from fmuon.partition import Assignment, Label, Labels, Leaf, as_view, assign, declared
+from fmuon.partition import Assignment, Label, Labels, Leaf, as_view, assign, check_key, declared
 from fmuon.scalars import check_scalar, is_mask
 from fmuon.scaling import ScaleRule
 
@@ -71,6 +71,7 @@ class Configuration:
                 f"with one entry at least and none of the names {sorted(reserved)}"
             )
         for key, label in self.labels if isinstance(self.labels, tuple) else ():
+            check_key(key)
             self._check_label(f"labels[{key!r}]", label)
 
     @property
@@ -103,7 +104,6 @@ class Configuration:
                 _check_trainable(path, tensors[path])
             if isinstance(label, Matrix):
                 label.view(path, specs[path].shape)
-        _check_not_empty(assignments)
         none = {path: Assignment("frozen", "None") for path in leaves if path not in tensors}
         return {path: (assignments | none)[path] for path in leaves}
 
@@ -122,7 +122,8 @@ def _check_trainable(path: str, leaf: Tensor) -> None:
         )
 
 
-def _check_not_empty(assignments: Mapping[str, Assignment]) -> None:
+def check_not_empty(assignments: Mapping[str, Assignment]) -> None:
+    """Raise where no leaf is a matrix, unless every leaf was labelled so explicitly."""
     if any(isinstance(a.label, Matrix) for a in assignments.values()):
         return
     if assignments and all(a.explicit for a in assignments.values()):
@@ -154,11 +155,10 @@ Signature: TypeAlias = tuple[tuple[str, tuple[Any, ...] | None], ...]
 
 @dataclass(frozen=True)
 class RuleGroup:
-    """Leaves of one rule and one shape; `name` is the rule's in a dict of rules."""
+    """Leaves of one rule and one shape; `name` is the rule's in `Configuration.rules`."""
 
     paths: tuple[str, ...]
     name: str | None
-    rule: Rule
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -254,7 +254,7 @@ def _plan_update(
             name = config.rule_name(label)
             # Copying a large leaf into a stack costs more than a call of its own.
             alone = (path,) if math.prod(like.shape) > SMALL else ()
-            group = RuleGroup(alone, name, config.rules[name], like.shape, dtype, like.device)
+            group = RuleGroup(alone, name, like.shape, dtype, like.device)
             others.setdefault(group, []).append(path)
         elif 0 in like.shape:
             empty.append(path)
@@ -366,12 +366,12 @@ def _label_in_state(
 
 
 @constant_in_graphs
-def masked(decay: Any, params: Signature | None) -> tuple[tuple[str, float], ...] | None:
+def masked_decay(decay: Any, params: Signature) -> tuple[tuple[str, float], ...] | None:
     """(path, value) for every leaf, where the decay is a callable (path, tensor) -> number."""
     if not is_mask(decay):
         return None
     return tuple(
         (path, float(decay(path, torch.empty(spec[0], dtype=spec[1], device="meta"))))
-        for path, spec in params or ()
+        for path, spec in params
         if spec is not None
     )

@@ -106,15 +106,15 @@ def test_a_pytree_is_explained_by_names_shapes_and_labels():
     assert_expected_inline(
         str(explain(mixed_params(), opt)),
         """\
-leaf              shape   gets    matrices                 scale  why
-----------------  ------  ------  -----------------------  -----  ---------------------------------
-embed             50x8    adamw                                   an embedding, by the name 'embed'
-layers.0.qkv      16x8    muon    8 x 8, 4 x 8 (2 blocks)  1      labels['re:layers.*qkv']
-layers.0.out      8x8     muon    8 x 8                    1      a matrix
-layers.0.experts  4x8x32  muon    4 x 32 x 8               2      labels['re:layers.*experts']
-layers.0.gain     8       lion                                    labels['re:layers.*gain']
-layers.0.cache            frozen                                  None
-probe             2x3     frozen                                  labels['probe']
+leaf              shape   gets         matrices                 scale  why
+----------------  ------  -----------  -----------------------  -----  ---------------------------------
+embed             50x8    slow: adamw                                  an embedding, by the name 'embed'
+layers.0.qkv      16x8    muon         8 x 8, 4 x 8 (2 blocks)  1      labels['re:layers.*qkv']
+layers.0.out      8x8     muon         8 x 8                    1      a matrix
+layers.0.experts  4x8x32  muon         4 x 32 x 8               2      labels['re:layers.*experts']
+layers.0.gain     8       sign: lion                                   labels['re:layers.*gain']
+layers.0.cache            frozen                                       None
+probe             2x3     frozen                                       labels['probe']
 
 elements: 1,216 muon, 6 frozen, 408 auxiliary
 stacks: 2 of 4 x 8, 2 of 8 x 8, 4 of 8 x 32, by newton_schulz(polar_express, 6 steps, bfloat16)""",

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one call of an update works with: leaves by path, and scalars for any of them.
+
+A weight decay or beta given for all leaves stands in for the configured one; one given in a dict is
+that leaf's own. Where a call gives nothing, the configuration's value counts.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fmuon.auxiliary import Rule
+from fmuon.base import State, StateError, Tree
+from fmuon.buckets import Bucket
+from fmuon.planning import Configuration, Plan, RuleGroup, masked_decay, plan_update, signature
+from fmuon.scalars import check_scalar, is_callable, is_zero, resolve
+from fmuon.tree import flatten
+
+Leaves: TypeAlias = Mapping[str, Tensor | None]
+Group: TypeAlias = Bucket | RuleGroup
+
+
+class Call:
+    """The arguments of one update, resolved; `plan` says who is updated with whom."""
+
+    def __init__(
+        self,
+        config: Configuration,
+        grads: Tree,
+        state: State,
+        step: int | Tensor,
+        params: Tree,
+        *,
+        betas: Any,
+        present: Mapping[str, Tensor] | None,
+        **scalars: Any,
+    ) -> None:
+        if not {"momentum", "auxiliary", "missed"} <= set(state):
+            raise StateError(
+                f"no state of fmuon: it has the keys {sorted(state)}; make it with init"
+            )
+        self.config = config
+        self.state = state
+        self.grads, self.structure = flatten(grads, "grads")
+        self.params: Leaves | None = None if params is None else flatten(params)[0]
+        self.step = step if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64)
+        self.present: Mapping[str, Tensor] = {} if present is None else present
+        scalars["beta1"], scalars["beta2"] = _split(betas)
+        self.given: dict[str, Any] = {k: v for k, v in scalars.items() if v is not None}
+        for name, value in self.given.items():
+            check_scalar(name, value)
+        self.defaults: dict[str, Any] = {
+            "lr": config.lr,
+            "momentum": config.momentum,
+            "weight_decay": config.weight_decay,
+        }
+        for values in (self.given, self.defaults):
+            decay = values.get("weight_decay")
+            if is_callable(decay):
+                by_leaf = masked_decay(decay, signature(self.params or {}))
+                values["weight_decay"] = decay if by_leaf is None else dict(by_leaf)
+
+    # ---- planning --------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """The plan of this call; raises where its arguments don't fit together."""
+        slots: Mapping[str, Any] = self.state["auxiliary"]
+        by_rule: Any = {None: slots} if isinstance(self.config.auxiliary, Rule) else slots
+        return plan_update(
+            self.config,
+            signature(self.grads),
+            signature(self.state["momentum"]),
+            tuple(
+                (name, slot, signature(leaves))
+                for name, store in by_rule.items()
+                for slot, leaves in store.items()
+            ),
+            tuple(self.state["missed"]),
+            None if self.params is None else signature(self.params),
+            self._named(),
+            self._decays(),
+        )
+
+    def _named(self) -> tuple[tuple[str, str], ...]:
+        """(option, path) of every leaf that a dict of this call names."""
+        options = {**self.given, "present": self.present}
+        return tuple(
+            (option, path)
+            for option, value in options.items()
+            if isinstance(value, Mapping)
+            for path in value
+        )
+
+    def _decays(self) -> bool:
+        """Whether any leaf may decay: only the Python constant 0 says that none does."""
+        own = [rule.weight_decay or 0 for rule in self.config.rules.values()]
+        inherited = self.given.get("weight_decay", self.config.weight_decay)
+        return not all(is_zero(decay) for decay in (inherited, *own))
+
+    # ---- scalars ---------------------------------------------------------------------------------
+
+    def rule(self, group: Group) -> Rule | None:
+        """The auxiliary rule of a group; None for matrices."""
+        # Not kept in the plan: dynamo can't look up a function in a constant that it was handed.
+        return None if isinstance(group, Bucket) else self.config.rules[group.name]
+
+    def of(
+        self, option: str, paths: Sequence[str], device: torch.device, default: Any = None
+    ) -> Tensor:
+        """An option for some leaves: float64, 0-d or one entry per path."""
+        default = self.defaults.get(option, default)
+        return resolve(self.given.get(option, default), default, self.step, paths, device)
+
+    def rate(self, group: Group) -> Tensor:
+        """The learning rate of the leaves of a group."""
+        rate, rule = self.of("lr", group.paths, group.device), self.rule(group)
+        return rate if rule is None else rate * rule.lr_scale
+
+    def decay(self, group: Group) -> Tensor | None:
+        """The weight decay of the leaves of a group; None where it is the constant 0."""
+        default = self.defaults["weight_decay"]
+        value = self.given.get("weight_decay", default)
+        rule = self.rule(group)
+        if rule is not None and rule.weight_decay is not None:
+            default = rule.weight_decay
+            value = value if isinstance(value, Mapping) else default
+        if is_zero(value):
+            return None
+        return resolve(value, default, self.step, group.paths, group.device)
+
+    def count(self, paths: Sequence[str]) -> Tensor:
+        """t of every leaf: its updates including this one, float64."""
+        missed = torch.stack([self.state["missed"][path] for path in paths])
+        return (self.step - missed + 1).to(torch.float64)
+
+    # ---- tensors ---------------------------------------------------------------------------------
+
+    def masked(self, new: Tensor, paths: Sequence[str], old: Tensor | float = 0.0) -> Tensor:
+        """The new stack, but the old one (or zeros) for leaves whose gradient is not present."""
+        if not any(path in self.present for path in paths):
+            return new
+        always = torch.ones((), dtype=torch.bool, device=self.step.device)
+        here = torch.stack([self.present.get(path, always) for path in paths])
+        return torch.where(spread(here.to(new.device), new), new, old)
+
+    def store(self, group: Group, slot: str, state: State | None = None) -> dict[str, Tensor]:
+        """Path -> tensor of one slot of a group, in the state of this call or another."""
+        state = self.state if state is None else state
+        if isinstance(group, Bucket):
+            return state["momentum"]
+        return (state["auxiliary"] if group.name is None else state["auxiliary"][group.name])[slot]
+
+    def gradient(self, path: str, like: Tensor) -> Tensor:
+        """A gradient; None, which planning lets through only for missing="zero", as zeros."""
+        grad = self.grads[path]
+        return torch.zeros_like(like) if grad is None else grad
+
+    def weights(self, group: Group) -> list[Tensor]:
+        """The params of a group; planning has checked that they are there."""
+        assert self.params is not None
+        return [self.params[path] for path in group.paths]  # pyright: ignore[reportReturnType]
+
+
+def spread(values: Tensor, stack: Tensor) -> Tensor:
+    """[k] -> [k, 1, ...], to broadcast over the members of a stack [k, ...]; 0-d stays."""
+    return values.reshape(-1, *[1] * (stack.ndim - 1)) if values.ndim else values
+
+
+def _split(betas: Any) -> tuple[Any, Any]:
+    if isinstance(betas, Mapping):
+        pairs: Mapping[str, Any] = betas
+        return {p: pair[0] for p, pair in pairs.items()}, {p: pair[1] for p, pair in pairs.items()}
+    return (None, None) if betas is None else (betas[0], betas[1])

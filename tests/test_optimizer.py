@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.testing import assert_close
+
+import fmuon
+from fmuon import optimizer as optimizer_module
+
+
+class Model(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.embed = nn.Embedding(7, 6, dtype=dtype)
+        self.first = nn.Linear(6, 8, dtype=dtype)
+        self.norm = nn.LayerNorm(8, dtype=dtype)
+        self.second = nn.Linear(8, 6, dtype=dtype)
+        self.third = nn.Linear(6, 8, bias=False, dtype=dtype)
+        self.head = nn.Linear(8, 7, dtype=dtype)
+
+    def forward(self, x):
+        return self.head(self.third(self.second(self.norm(self.first(self.embed(x))))))
+
+
+def gradients(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def train(model, optimizer, steps, start=0):
+    for seed in range(start, start + steps):
+        gradients(model, seed)
+        optimizer.step()
+
+
+def tensors(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same_bits(a, b):
+    assert_close(a, b, rtol=0, atol=0)
+
+
+def make(model, **options):
+    return fmuon.FMuon(model, lr=0.01, weight_decay=0.1, **options)
+
+
+# ---- one core ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_equal_the_functional_core_bit_by_bit(dtype):
+    model = Model(dtype)
+    opt = fmuon.muon(0.01, weight_decay=0.1, labels=fmuon.label(model))
+    params = {k: p.detach().clone() for k, p in model.named_parameters()}
+    state = opt.init(params)
+    optimizer = make(model)
+    for step in range(5):
+        gradients(model, step)
+        grads = {k: p.grad.clone() for k, p in model.named_parameters()}
+        optimizer.step()
+        updates, state = opt.update(grads, state, step, params)
+        params = fmuon.apply_updates(params, updates)
+        assert_same_bits([p.grad for p in model.parameters()], list(grads.values()))
+    assert_same_bits(tensors(model), list(params.values()))
+    momentum = optimizer.state[model.first.weight]["momentum_buffer"]
+    assert_same_bits(momentum, state["momentum"]["first.weight"])
+    assert optimizer.state[model.first.weight]["step"] == 5
+
+
+def test_presets_read_the_same_row():
+    model = Model()
+    opt = fmuon.presets.jordan(0.05, labels=fmuon.label(model))
+    params = {k: p.detach().clone() for k, p in model.named_parameters()}
+    optimizer = fmuon.FMuon(model, lr=0.05, preset="jordan")
+    gradients(model)
+    updates, _ = opt.update({k: p.grad for k, p in model.named_parameters()}, opt.init(params), 0)
+    optimizer.step()
+    assert_close(tensors(model), list(fmuon.apply_updates(params, updates).values()))
+    assert optimizer.param_groups[1]["lr_scale"] == pytest.approx(0.015)
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+def test_a_module_becomes_two_groups_with_one_lr():
+    groups = make(Model()).param_groups
+    assert [group["name"] for group in groups] == ["muon", "auxiliary"]
+    assert [group["lr"] for group in groups] == [0.01, 0.01]
+    assert groups[0]["param_names"] == ["first.weight", "second.weight", "third.weight"]
+    assert groups[0].keys() == groups[1].keys()
+
+
+def test_named_and_bare_parameters():
+    model = Model()
+    named = fmuon.FMuon(model.named_parameters())
+    assert "embed.weight" in named.param_groups[1]["param_names"]
+    with pytest.warns(UserWarning, match="pass the model"):
+        bare = fmuon.FMuon(model.parameters())
+    assert len(bare.param_groups[0]["params"]) == 5
+    assert "param_names" not in bare.param_groups[0]
+    fmuon.FMuon([model.norm.weight])
+    fmuon.FMuon([model.first.weight])
+
+
+@pytest.mark.parametrize("flag", [{"use_muon": True}, {"algorithm": "muon"}])
+def test_groups_stay_as_they_are_given(flag):
+    model = Model()
+    off = {key: "adamw" if value == "muon" else False for key, value in flag.items()}
+    optimizer = fmuon.FMuon(
+        [
+            {"params": [model.first.weight, model.second.weight], "lr": 0.5, "fused": None, **flag},
+            {"params": [model.embed.weight, model.norm.weight], "name": "rest", **off},
+        ]
+    )
+    first, second = optimizer.param_groups
+    assert first["lr"] == 0.5 and "fused" in first and first["rules"] == ["muon", "muon"]
+    assert second["name"] == "rest" and second["rules"] == ["auxiliary", "auxiliary"]
+
+
+def test_a_mixed_group_is_split_by_shape_but_not_into_groups():
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = fmuon.FMuon([{"params": list(model.second.parameters())}], lr=0.1)
+    assert optimizer.param_groups[0]["rules"] == ["muon", "auxiliary"]
+    before = tensors(model)
+    gradients(model)
+    optimizer.step()
+    assert not torch.equal(tensors(model)[5], before[5])
+
+
+def test_group_lr_scale_and_lr_apply_to_their_group_only():
+    model = Model()
+    reference, scaled = copy.deepcopy(model), copy.deepcopy(model)
+    for m in (model, reference, scaled):
+        gradients(m)
+    make(model).step()
+    optimizer = make(reference)
+    optimizer.param_groups[1]["lr"] = 0.03
+    optimizer.step()
+    optimizer = make(scaled)
+    optimizer.param_groups[1]["lr_scale"] = 3.0
+    optimizer.step()
+    assert_close(tensors(reference), tensors(scaled))
+    assert_same_bits(model.first.weight, reference.first.weight)
+    assert not torch.equal(model.head.weight, reference.head.weight)
+
+
+def message(error, function, *args, **kwargs):
+    with pytest.raises(error) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_errors_at_the_door():
+    model = Model()
+    assert_expected_inline(
+        message(fmuon.LeafError, fmuon.FMuon, nn.LayerNorm(3)),
+        """no parameter was assigned to Muon (2 auxiliary); print(fmuon.explain(model)) shows why each got what it has""",  # noqa: E501
+    )
+    optimizer = fmuon.FMuon([model.first.weight])
+    assert_expected_inline(
+        message(
+            fmuon.LeafError,
+            optimizer.add_param_group,
+            {"params": [model.first.bias], "use_muon": True},
+        ),
+        """'groups[1][0]' (shape (8,)) is not a matrix; give the group rules=[fmuon.Matrix(...)], or train it by the auxiliary rule""",  # noqa: E501
+    )
+    assert len(optimizer.param_groups) == 1
+    assert_expected_inline(
+        message(ValueError, optimizer.add_param_group, {"params": [model.first.weight]}),
+        """some parameters appear in more than one parameter group""",
+    )
+    assert_expected_inline(
+        message(ValueError, fmuon.FMuon, [model.first.weight] * 2),
+        """some parameters appear more than once in a parameter group""",
+    )
+    assert_expected_inline(
+        message(fmuon.ConfigurationError, fmuon.FMuon, model, preset="adam"),
+        """unknown preset 'adam'; known: 'optax', 'jordan'""",
+    )
+    assert_expected_inline(
+        message(fmuon.ConfigurationError, fmuon.FMuon, model, lr=-1.0),
+        """lr=-1.0: must be finite and not negative""",
+    )
+    assert_expected_inline(
+        message(
+            fmuon.ConfigurationError, fmuon.FMuon, [{"params": [model.first.weight], "lr": -2}]
+        ),
+        """lr=-2: must be finite and not negative""",
+    )
+    assert_expected_inline(
+        message(TypeError, fmuon.FMuon, model.first.weight),
+        """params: give an iterable of parameters, not a tensor""",
+    )
+
+
+@pytest.mark.parametrize("head_first", [True, False])
+def test_tied_weights_get_the_auxiliary_rule_whichever_comes_first(head_first):
+    model = nn.Module()
+    for name in ("head", "embed") if head_first else ("embed", "head"):
+        setattr(model, name, nn.Linear(4, 9, bias=False) if name == "head" else nn.Embedding(9, 4))
+    model.head.weight = model.embed.weight
+    model.body = nn.Linear(4, 4, bias=False)
+    muon, auxiliary = fmuon.FMuon(model).param_groups
+    assert muon["param_names"] == ["body.weight"]
+    assert auxiliary["params"] == [model.embed.weight]
+
+
+def test_frozen_parameters_are_left_out():
+    model = Model()
+    model.first.requires_grad_(False)
+    optimizer = make(model)
+    assert "first.weight" not in optimizer.param_groups[0]["param_names"]
+
+
+# ---- steps ---------------------------------------------------------------------------------------
+
+
+def test_a_missing_gradient_leaves_parameter_and_counters_alone():
+    for mode in (False, "default"):
+        model = Model()
+        optimizer = make(model, compile=mode)
+        train(model, optimizer, 2)
+        before = copy.deepcopy(model.state_dict())
+        state = copy.deepcopy(optimizer.state[model.second.weight])
+        gradients(model, 5)
+        model.second.weight.grad = None
+        model.norm.bias.grad = None
+        optimizer.step()
+        assert_same_bits(model.second.weight.detach(), before["second.weight"])
+        assert_same_bits(model.norm.bias.detach(), before["norm.bias"])
+        assert_same_bits(optimizer.state[model.second.weight], state)
+        assert optimizer.state[model.third.weight]["step"] == 3
+        assert not torch.equal(model.third.weight, before["third.weight"])
+
+
+def test_every_parameter_has_state_after_the_first_step():
+    model = Model()
+    optimizer = make(model)
+    model.first.weight.grad = torch.ones(8, 6)
+    optimizer.step()
+    assert len(optimizer.state) == len(list(model.parameters()))
+
+
+def test_closures_run_with_gradients_before_they_are_read():
+    model = Model()
+    optimizer = make(model)
+    x = torch.arange(7)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert optimizer.step(closure) < first
+
+
+def test_hooks_run_in_order():
+    model, seen = Model(), []
+    optimizer = make(model)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    train(model, optimizer, 1)
+    assert seen == ["before", "after"]
+
+
+def schedulers():
+    from torch.optim import lr_scheduler as s
+
+    return {
+        "lambda": lambda o: s.LambdaLR(o, lambda i: 0.9**i),
+        "lambdas": lambda o: s.LambdaLR(o, [lambda i: 0.5, lambda i: 0.1]),
+        "step": lambda o: s.StepLR(o, 2),
+        "linear": lambda o: s.LinearLR(o),
+        "exponential": lambda o: s.ExponentialLR(o, 0.9),
+        "cosine": lambda o: s.CosineAnnealingLR(o, 6),
+        "restarts": lambda o: s.CosineAnnealingWarmRestarts(o, 3),
+        "one_cycle": lambda o: s.OneCycleLR(o, 0.1, total_steps=20),
+        "cyclic": lambda o: s.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+        "sequential": lambda o: s.SequentialLR(
+            o, [s.LinearLR(o), s.CosineAnnealingLR(o, 5)], milestones=[3]
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", schedulers())
+def test_schedulers_do_the_same_with_a_tensor_lr_as_with_a_float(name):
+    seen = []
+    for lr in (0.01, torch.tensor(0.01)):
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = fmuon.FMuon(model, lr=lr)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scheduler = schedulers()[name](optimizer)
+            history = []
+            for seed in range(6):
+                train(model, optimizer, 1, seed)
+                scheduler.step()
+                history.append([float(group["lr"]) for group in optimizer.param_groups])
+        seen.append((history, tensors(model)))
+    assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_shared_tensor_lr_is_cloned_per_group():
+    optimizer = fmuon.FMuon(Model(), lr=torch.tensor(0.1))
+    torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda i: 0.5, lambda i: 0.1])
+    assert [group["lr"].item() for group in optimizer.param_groups] == pytest.approx([0.05, 0.01])
+
+
+def test_lr_0_moves_nothing():
+    model = Model()
+    before = tensors(model)
+    train(model, fmuon.FMuon(model, lr=0.0, weight_decay=0.1), 2)
+    assert_same_bits(tensors(model), before)
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    """Count graphs, and run them without inductor."""
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(
+        optimizer_module, "compile_", lambda step, mode: fmuon.compile(step, backend=counter)
+    )
+    return counter
+
+
+def test_one_graph_whatever_schedulers_write_and_whichever_gradients_are_missing(counter):
+    model, reference = Model(), None
+    reference = copy.deepcopy(model)
+    optimizer = make(model, compile="default")
+    plain = make(reference, compile=False)
+    cycles = [
+        torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=20) for o in (optimizer, plain)
+    ]
+    for seed in range(12):
+        for m, o in ((model, optimizer), (reference, plain)):
+            gradients(m, seed)
+            if seed % 3 == 0:
+                m.second.weight.grad = None
+            if seed % 4 == 0:
+                m.norm.weight.grad = None
+            o.step()
+        for cycle in cycles:
+            cycle.step()
+        assert_close(tensors(model), tensors(reference), rtol=1e-3, atol=1e-5)
+        reference.load_state_dict(model.state_dict())
+    assert counter.frame_count == 1
+
+
+def test_twelve_instances_and_a_reload_do_not_recompile(counter):
+    for i in range(12):
+        model = Model()
+        optimizer = fmuon.FMuon(
+            model, lr=0.01 * (i + 1), momentum=0.5 + 0.03 * i, compile="default"
+        )
+        train(model, optimizer, 2)
+    assert counter.frame_count == 12
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["lr"] = torch.tensor(0.1)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 2)
+    assert counter.frame_count == 13
+
+
+def test_inductor_equals_eager():
+    model = Model()
+    reference = copy.deepcopy(model)
+    train(model, make(model, compile="default"), 1)
+    train(reference, make(reference), 1)
+    assert_close(tensors(model), tensors(reference), rtol=1e-4, atol=1e-5)
+
+
+def test_auto_does_not_compile_on_a_cpu(counter):
+    model = Model()
+    train(model, make(model), 1)
+    assert counter.frame_count == 0
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def saved(optimizer):
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_save_load_continue_equals_uninterrupted(dtype):
+    model = Model(dtype)
+    optimizer = make(model)
+    train(model, optimizer, 3)
+    other = copy.deepcopy(model)
+    resumed = make(other)
+    resumed.load_state_dict(saved(optimizer))
+    momentum = resumed.state[other.first.weight]["momentum_buffer"]
+    assert momentum.dtype == torch.float32
+    for m, o in ((model, optimizer), (other, resumed)):
+        train(m, o, 3, start=3)
+    assert_same_bits(tensors(other), tensors(model))
+    assert_same_bits(resumed.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_another_order_of_parameters_never_swaps_buffers():
+    model = Model()
+    optimizer = fmuon.FMuon(model.named_parameters(), lr=0.01)
+    train(model, optimizer, 3)
+    other = copy.deepcopy(model)
+    resumed = fmuon.FMuon(reversed(list(other.named_parameters())), lr=0.01)
+    resumed.load_state_dict(saved(optimizer))
+    for name, p in other.named_parameters():
+        assert_same_bits(resumed.state[p], optimizer.state[model.get_parameter(name)])
+    for m, o in ((model, optimizer), (other, resumed)):
+        train(m, o, 2, start=3)
+    assert_same_bits(tensors(other), tensors(model))
+
+
+def test_loading_lists_what_does_not_match():
+    model = Model()
+    optimizer = make(model)
+    train(model, optimizer, 1)
+    state_dict = saved(optimizer)
+    model.fourth = nn.Linear(3, 4, bias=False)
+    model.third = None
+    other = make(model)
+    assert_expected_inline(
+        message(fmuon.StateError, other.load_state_dict, state_dict),
+        """the state_dict is of other parameters; missing: ['fourth.weight']; unexpected: ['third.weight']""",  # noqa: E501
+    )
+    assert not other.state
+    state_dict["fmuon_format"] = 99
+    assert_expected_inline(
+        message(fmuon.StateError, other.load_state_dict, state_dict),
+        """state_dict of format 99, this fmuon reads up to 1; upgrade fmuon""",
+    )
+
+
+def test_the_phantom_step_of_distributed_checkpoints_only_creates_state():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = Model()
+    optimizer = make(model)
+    before = tensors(model)
+    state_dict = get_optimizer_state_dict(model, optimizer)
+    assert_same_bits(tensors(model), before)
+    assert all(p.grad is None for p in model.parameters())
+    assert set(state_dict["state"]) == set(dict(model.named_parameters()))
+    assert all(state["step"] == 0 for state in optimizer.state.values())
+    untouched = copy.deepcopy(model)
+    train(model, optimizer, 1)
+    train(untouched, make(untouched), 1)
+    assert_same_bits(tensors(model), tensors(untouched))
+
+
+def test_pickle_and_deepcopy_keep_training():
+    model = Model()
+    optimizer = make(model, nesterov=False)
+    train(model, optimizer, 2)
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    pickled_model, pickled = pickle.loads(pickle.dumps((model, optimizer)))
+    for m, o in ((model, optimizer), (copied_model, copied), (pickled_model, pickled)):
+        train(m, o, 2, start=2)
+    assert_same_bits(tensors(copied_model), tensors(model))
+    assert_same_bits(tensors(pickled_model), tensors(model))
+
+
+def test_gradient_scaler_with_an_overflow_leaves_everything_alone():
+    model = Model()
+    optimizer = make(model)
+    train(model, optimizer, 1)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.tensor(1.0))
+    gradients(model)
+    model.first.weight.grad[0, 0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same_bits((model.state_dict(), optimizer.state_dict()["state"]), before)
+    assert scaler.get_scale() == 2.0
