@@ -66,7 +66,11 @@ def explain(params: nn.Module | Tree, opt: Transformation | None = None) -> Expl
     leaves: Mapping[str, Tensor | None]
     if isinstance(params, nn.Module):
         leaves = dict(params.named_parameters())
-        assignments = route(params) if config.labels is None else config.assign(leaves)
+        routed = route(params)
+        assignments = routed if config.labels is None else config.assign(leaves)
+        # Labels that repeat the routing have its reasons.
+        same = [path for path in leaves if routed[path].label == assignments[path].label]
+        assignments = assignments | {path: routed[path] for path in same}
     else:
         leaves, _ = flatten(params)
         assignments = config.assign(leaves)

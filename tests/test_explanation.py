@@ -71,7 +71,7 @@ ln_f.weight                    8        adamw                             a norm
 ln_f.bias                      8        adamw                             a norm
 
 elements: 1,920 muon, 64 frozen, 728 auxiliary
-stacks: 8 of 8 x 8, 4 of 8 x 32, 1 of 8 x 48, by newton_schulz(jordan, 5 steps, auto)""",  # noqa: E501
+stacks: 8 of 8 x 8, 4 of 8 x 32, 1 of 8 x 48, by newton_schulz(jordan, 5 steps, auto)""",
     )
 
 

@@ -631,18 +631,18 @@ def test_errors_of_options():
     )
     assert_expected_inline(
         text(lr="fast"),
-        """lr='fast': give a number, a 0-d tensor, a callable of the step, or a dict path -> one of these""",  # noqa: E501
+        """lr='fast': give a number, a 0-d tensor, a callable of the step, or a dict path -> one of these""",
     )
     assert_expected_inline(
         text(scale="orignal"),
-        """unknown scale 'orignal'; known: 'original', 'match_rms_adamw', 'spectral', 'none'; did you mean 'original'?""",  # noqa: E501
+        """unknown scale 'orignal'; known: 'original', 'match_rms_adamw', 'spectral', 'none'; did you mean 'original'?""",
     )
     assert_expected_inline(
         text(missing="ignore"), """missing='ignore'; known: 'skip', 'zero', 'error'"""
     )
     assert_expected_inline(
         text(auxiliary={}),
-        """auxiliary: []; give a rule, or a dict name -> rule with one entry at least and none of the names ['error', 'frozen', 'momentum', 'muon']""",  # noqa: E501
+        """auxiliary: []; give a rule, or a dict name -> rule with one entry at least and none of the names ['error', 'frozen', 'momentum', 'muon']""",
     )
     assert_expected_inline(
         message(fmuon.ConfigurationError, fmuon.adamw, betas=(0.9, 1.0)),
@@ -657,11 +657,11 @@ def test_errors_of_params():
     w = torch.randn(3, 4)
     assert_expected_inline(
         text(b=torch.randn(3)),
-        """no leaf was assigned to Muon (1 auxiliary, 0 frozen); pass the matrices of the model, or label every leaf if this is meant; print(fmuon.explain(model)) shows why each leaf got what it has""",  # noqa: E501
+        """no leaf was assigned to Muon (1 auxiliary, 0 frozen); pass the matrices of the model, or label every leaf if this is meant; print(fmuon.explain(model)) shows why each leaf got what it has""",
     )
     assert_expected_inline(
         text(w=w, z=w.to(torch.complex64)),
-        """'z': complex parameter (torch.complex64); train torch.view_as_real of it, or label it 'frozen'""",  # noqa: E501
+        """'z': complex parameter (torch.complex64); train torch.view_as_real of it, or label it 'frozen'""",
     )
     assert_expected_inline(
         text(w=w, z=w.to_sparse()), """'z': sparse parameter (torch.sparse_coo); make it dense"""
@@ -685,19 +685,19 @@ def test_errors_of_updates_name_the_leaf():
 
     assert_expected_inline(
         text(fmuon.StateError, {"w": params["w"], "c": params["b"]}),
-        """grads and state don't name the same leaves; missing from grads: ['b']; unknown to the state: ['c']; pass None for a leaf without a gradient, and make the state with init(params) of the same leaves""",  # noqa: E501
+        """grads and state don't name the same leaves; missing from grads: ['b']; unknown to the state: ['c']; pass None for a leaf without a gradient, and make the state with init(params) of the same leaves""",
     )
     assert_expected_inline(
         text(fmuon.LeafError, {"w": params["w"].T, "b": params["b"]}),
-        """'w': gradient of shape (4, 3), state of shape (3, 4); the two must be equal (init(params) makes a new state)""",  # noqa: E501
+        """'w': gradient of shape (4, 3), state of shape (3, 4); the two must be equal (init(params) makes a new state)""",
     )
     assert_expected_inline(
         text(fmuon.LeafError, {"w": params["w"].to_sparse(), "b": params["b"]}),
-        """'w': sparse gradient (torch.sparse_coo); make it dense with .to_dense(), or build the layer with sparse=False""",  # noqa: E501
+        """'w': sparse gradient (torch.sparse_coo); make it dense with .to_dense(), or build the layer with sparse=False""",
     )
     assert_expected_inline(
         text(fmuon.ConfigurationError, params, weight_decay=torch.tensor(0.0)),
-        """weight decay needs the params: call update(grads, state, step, params), or set weight_decay=0""",  # noqa: E501
+        """weight decay needs the params: call update(grads, state, step, params), or set weight_decay=0""",
     )
     assert_expected_inline(
         text(fmuon.LeafError, params, {"w": params["w"]}, weight_decay=0.1),
@@ -716,7 +716,7 @@ def test_errors_of_updates_name_the_leaf():
     )
     assert_expected_inline(
         text(fmuon.StateError, params, opt=fmuon.muon(labels={"w": "auxiliary"})),
-        """'w': labels['w'] says 'auxiliary', but the state holds a momentum for it; use the opt that made this state""",  # noqa: E501
+        """'w': labels['w'] says 'auxiliary', but the state holds a momentum for it; use the opt that made this state""",
     )
     assert_expected_inline(
         text(fmuon.StateError, params, opt=fmuon.muon(labels={"re:.*": fmuon.Matrix(0, 0)}))[:40],
@@ -738,7 +738,7 @@ def test_a_state_of_undeclared_views_is_refused():
     opt = fmuon.muon(labels={"c": fmuon.Matrix(0, (1, 2, 3))})
     assert_expected_inline(
         message(fmuon.StateError, fmuon.update, params, opt.init(params), 0),
-        """'c': the state has a momentum of shape (4, 3, 2, 2), for which this opt declares no matrix view; use the opt that made this state""",  # noqa: E501
+        """'c': the state has a momentum of shape (4, 3, 2, 2), for which this opt declares no matrix view; use the opt that made this state""",
     )
     assert_expected_inline(
         message(fmuon.StateError, fmuon.update, params, {"mu": {}}, 0),

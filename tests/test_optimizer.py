@@ -165,7 +165,7 @@ def test_errors_at_the_door():
     model = Model()
     assert_expected_inline(
         message(fmuon.LeafError, fmuon.FMuon, nn.LayerNorm(3)),
-        """no parameter was assigned to Muon (2 auxiliary); print(fmuon.explain(model)) shows why each got what it has""",  # noqa: E501
+        """no parameter was assigned to Muon (2 auxiliary); print(fmuon.explain(model)) shows why each got what it has""",
     )
     optimizer = fmuon.FMuon([model.first.weight])
     assert_expected_inline(
@@ -174,7 +174,7 @@ def test_errors_at_the_door():
             optimizer.add_param_group,
             {"params": [model.first.bias], "use_muon": True},
         ),
-        """'groups[1][0]' (shape (8,)) is not a matrix; give the group rules=[fmuon.Matrix(...)], or train it by the auxiliary rule""",  # noqa: E501
+        """'groups[1][0]' (shape (8,)) is not a matrix; give the group rules=[fmuon.Matrix(...)], or train it by the auxiliary rule""",
     )
     assert len(optimizer.param_groups) == 1
     assert_expected_inline(
@@ -443,7 +443,7 @@ def test_loading_lists_what_does_not_match():
     other = make(model)
     assert_expected_inline(
         message(fmuon.StateError, other.load_state_dict, state_dict),
-        """the state_dict is of other parameters; missing: ['fourth.weight']; unexpected: ['third.weight']""",  # noqa: E501
+        """the state_dict is of other parameters; missing: ['fourth.weight']; unexpected: ['third.weight']""",
     )
     assert not other.state
     state_dict["fmuon_format"] = 99

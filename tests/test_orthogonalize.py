@@ -140,7 +140,7 @@ def test_errors_name_what_is_known():
     )
     assert_expected_inline(
         message(fmuon.NewtonSchulz, "you", steps=4),
-        """steps=4: this coefficient set is made for exactly 5 steps (You Jiacheng 2025, in leloykun.github.io/ponder/muon-opt-coeffs); leave steps=None or choose a set that can be extended""",  # noqa: E501
+        """steps=4: this coefficient set is made for exactly 5 steps (You Jiacheng 2025, in leloykun.github.io/ponder/muon-opt-coeffs); leave steps=None or choose a set that can be extended""",
     )
     assert_expected_inline(
         message(fmuon.NewtonSchulz, steps=0),
@@ -152,7 +152,7 @@ def test_errors_name_what_is_known():
     )
     assert_expected_inline(
         message(fmuon.NewtonSchulz, dtype="bf16"),
-        """unknown dtype 'bf16'; known: 'auto', 'float32', 'float64', 'bfloat16', 'float16'; did you mean 'bfloat16'?""",  # noqa: E501
+        """unknown dtype 'bf16'; known: 'auto', 'float32', 'float64', 'bfloat16', 'float16'; did you mean 'bfloat16'?""",
     )
     assert_expected_inline(
         message(fmuon.NewtonSchulz, eps=-1.0), """eps=-1.0: must not be negative"""

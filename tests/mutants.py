@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof that the tests can fail: each mutant is the package with one line broken.
+
+`make mutants` copies package and tests aside, breaks one line at a time and runs the test that is
+named for it; a mutant whose test still passes is a hole in the tests, and the script fails.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+
+
+class Mutant(NamedTuple):
+    module: str
+    line: str
+    broken: str
+    test: str
+
+
+FORMULA = "test_functional.py::test_matrices_follow_the_formula_for_20_steps"
+RULES = "test_functional.py::test_auxiliary_rules_equal_torch_optim"
+BLOCKS = "test_functional.py::test_a_leaf_with_blocks_or_stack_axes_moves_like_its_matrices_alone"
+STEPS = "test_optimizer.py::test_steps_equal_the_functional_core_bit_by_bit"
+MUTANTS = [
+    # No bias correction; the exponent of the look-ahead; Nesterov dropped; the average turned.
+    Mutant("momentum", "of_average = (b / debias(b, t + 1))", "of_average = (b / debias(b, t))", FORMULA),
+    Mutant("momentum", "((1 - b) / debias(b, t))", "(1 - b)", FORMULA),
+    Mutant("momentum", "moment / debias(b, t).to(moment.dtype) if bias_correction", "moment if bias_correction", "test_momentum.py"),
+    Mutant("momentum", "    if not nesterov:\n", "    if nesterov:\n", FORMULA),
+    Mutant("momentum", "torch.lerp(grad, moment, b.to(moment.dtype))", "torch.lerp(moment, grad, b.to(moment.dtype))", FORMULA),
+    Mutant("momentum", "(1 - b).to(moment.dtype))", "b.to(moment.dtype))", FORMULA),
+    Mutant("momentum", "-torch.expm1(t * torch.log(b))", "(1 - b.float() ** t.float()).double()", "test_momentum.py::test_debias_is_exact_to_the_last_bits"),
+    # Newton-Schulz: polynomial, normalisation, orientation, eps.
+    Mutant("orthogonalize", "beta=b, alpha=c", "beta=c, alpha=b", "test_orthogonalize.py::test_follows_the_formula_for_every_coefficient_set"),
+    Mutant("orthogonalize", "x, beta=a)", "x, beta=1.0)", "test_orthogonalize.py::test_follows_the_formula_for_every_coefficient_set"),
+    Mutant("orthogonalize", "x = x / torch.where(peak > 0, peak, 1)", "x = x * 1", "test_orthogonalize.py::test_the_result_does_not_depend_on_the_scale"),
+    Mutant("orthogonalize", "(safety + eps) + (peak == 0))", "safety + eps)", "test_invariances.py::test_rotations_commute"),
+    Mutant("orthogonalize", "float(\"inf\"), dim=(-2, -1), keepdim=True)", "float(\"inf\"))", "test_functional.py::test_stack_isolation_of_nan"),
+    Mutant("orthogonalize", "keepdim=True) * safety + eps)", "keepdim=True) * safety)", "test_orthogonalize.py::test_norms_with_an_absolute_eps_shrink_tiny_matrices"),
+    Mutant("orthogonalize", "    return result.mT if tall else result", "    return result", "test_orthogonalize.py::test_follows_the_formula_for_every_coefficient_set"),
+    Mutant("coefficients", "a / f, b / f**3, c / f**5", "a / f, b / f**2, c / f**4", "test_coefficients.py"),
+    Mutant("coefficients", "(4.0848, -6.8946, 2.9270)", "(4.0848, -6.8964, 2.9270)", "test_coefficients.py"),
+    # Scale: fan_in for fan_out, the factor of match_rms_adamw.
+    Mutant("scaling", "max(1.0, fan_out / fan_in)", "max(1.0, fan_in / fan_out)", FORMULA),
+    Mutant("scaling", "0.2 * math.sqrt", "0.4 * math.sqrt", "test_functional.py::test_the_default_update_has_the_rms_of_adamw"),
+    # Stacks: order, orientation, blocks, the members' scales.
+    Mutant("buckets", "zip(spec.pieces, stacked.split", "zip(spec.pieces[::-1], stacked.split", FORMULA),
+    Mutant("buckets", "wide.mT if piece.tall else wide", "wide", BLOCKS),
+    Mutant("buckets", "for start in range(0, len(blocks), width)", "for start in reversed(range(0, len(blocks), width))", BLOCKS),
+    Mutant("buckets", "scale(_length(piece.rows), _length(piece.columns))", "scale(_length(piece.columns), _length(piece.rows))", FORMULA),
+    Mutant("buckets", "if used + size > max_bytes", "if used > max_bytes", "test_buckets.py"),
+    # Rules.
+    Mutant("auxiliary", ").sqrt() + eps.to(nu.dtype)", " + eps.to(nu.dtype)).sqrt()", RULES),
+    Mutant("auxiliary", "(nu / debias(b2, t).to(nu.dtype))", "nu", RULES),
+    Mutant("auxiliary", "eps, nesterov=True)", "eps)", "test_functional.py::test_nadamw_and_lion_follow_the_formulas"),
+    Mutant("auxiliary", "slots[\"mu\"], grad, betas[1])", "slots[\"mu\"], grad, betas[0])", "test_functional.py::test_nadamw_and_lion_follow_the_formulas"),
+    # The step: decay, counts, masks, purity.
+    Mutant("functional", "c = call.masked(-call.rate(group) * decay, group.paths)", "c = call.masked(-decay, group.paths)", FORMULA),
+    Mutant("functional", "new[\"missed\"][path] = state[\"missed\"][path] + 1", "pass", "test_functional.py::test_a_leaf_skipped_a_thousand_times_starts_like_a_fresh_one"),
+    Mutant("functional", "averages.append(call.masked(new, spec.paths, moment))", "averages.append(new)", "test_functional.py::test_present_false_is_none_and_true_is_plain"),
+    Mutant("functional", "clone(memory_format=torch.contiguous_format)", "contiguous()", "test_functional.py::test_every_leaf_of_the_state_owns_its_memory"),
+    Mutant("functional", "    return update.permute(order).contiguous().permute(inverse)", "    return update", "test_functional.py::test_strides_of_params_change_nothing_and_come_back"),
+    Mutant("functional", "else torch.no_grad():\n            call", "else torch.enable_grad():\n            call", "test_functional.py::test_requires_grad_of_params_is_restored_and_updates_are_detached"),
+    Mutant("call", "self.step - missed + 1", "self.step - missed", FORMULA),
+    Mutant("call", "rate if rule is None else rate * rule.lr_scale", "rate", RULES),
+    Mutant("call", "value = value if isinstance(value, Mapping) else default", "pass", "test_functional.py::test_a_rule_may_have_a_weight_decay_of_its_own"),
+    Mutant("planning", "tuple(map(operator.index, leaf.shape))", "tuple(leaf.shape)", "test_compiled.py::test_shapes_that_dynamo_holds_to_be_symbolic_are_fixed"),
+    Mutant("compilation", "inner.__code__.replace()", "inner.__code__", "test_compiled.py::test_twelve_optimizers_in_one_process"),
+    # The shim.
+    Mutant("optimizer", "added[\"lr\"] = added[\"lr\"].clone()", "pass", "test_optimizer.py::test_a_shared_tensor_lr_is_cloned_per_group"),
+    Mutant("optimizer", "phantom = not self.state and self._is_phantom(params)", "phantom = False", "test_optimizer.py::test_the_phantom_step_of_distributed_checkpoints_only_creates_state"),
+    Mutant("optimizer", "ordered = _matched(self.state_dict(), state_dict)", "ordered = state_dict", "test_optimizer.py::test_another_order_of_parameters_never_swaps_buffers"),
+    Mutant("optimizer", "torch._foreach_add_(counts, 1)", "pass", STEPS),
+]  # fmt: skip
+
+
+def run(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", *(f"tests/{test}" for test in tests)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def survives(folder: Path, mutant: Mutant) -> str | None:
+    """Why a mutant is not dead, or None."""
+    source = ROOT / "fmuon" / f"{mutant.module}.py"
+    text = source.read_text()
+    if text.count(mutant.line) != 1:
+        return f"its line stands {text.count(mutant.line)} times in {source.name}"
+    target = folder / "fmuon" / source.name
+    target.write_text(text.replace(mutant.line, mutant.broken))
+    try:
+        # 1 is pytest's code for failed tests; anything else didn't get as far.
+        code = run(folder, mutant.test).returncode
+    finally:
+        target.write_text(text)
+    return None if code == 1 else f"pytest ended with {code}"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in ("fmuon", "tests"):
+            shutil.copytree(
+                ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        whole = run(folder, *dict.fromkeys(mutant.test for mutant in MUTANTS))
+        if whole.returncode:
+            sys.exit(f"the tests fail without any mutant:\n{whole.stdout[-2000:]}{whole.stderr[-2000:]}")
+        alive = 0
+        for mutant in MUTANTS:
+            reason = survives(folder, mutant)
+            alive += reason is not None
+            print(
+                f"{'ALIVE' if reason else 'dead '} {mutant.module}: {mutant.line.strip()}",
+                flush=True,
+            )
+            if reason:
+                print(f"      {reason}; {mutant.test}")
+    print(f"{len(MUTANTS) - alive} of {len(MUTANTS)} mutants are dead")
+    sys.exit(alive > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What README.md says is run."""
+
+import re
+from pathlib import Path
+
+import fmuon
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def test_the_python_blocks_run_and_print_what_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    printed = capsys.readouterr().out
+    assert [printed.strip()] == [text.strip() for text in blocks("text")]
+
+
+def test_the_commands_are_targets_that_set_themselves_up():
+    makefile = (ROOT / "Makefile").read_text()
+    commands = [block.strip() for block in blocks("sh")]
+    assert commands == ["make demo", "make test"]
+    for command in commands:
+        target = command.split()[1]
+        assert re.search(rf"^{target}: \.venv/\w+ ", makefile, re.MULTILINE)
+    assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_links_and_pictures_exist():
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", README)
+    assert targets
+    assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_every_public_name_has_a_docstring():
+    assert [name for name in fmuon.__all__ if not getattr(fmuon, name).__doc__] == []
+
+
+def test_the_changelog_has_the_current_version_or_unreleased_changes():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert "## [Unreleased]" in changelog or f"## [{fmuon.__version__}]" in changelog
