@@ -10,6 +10,8 @@ floor | module | job
 1 | tree | pytree <-> flat leaves with path names
 1 | scalars | numbers, schedules and per-leaf dicts -> tensors
 1 | momentum | average, Nesterov look-ahead, bias correction
+1 | surgery | which leaf of an old state a leaf of a changed model goes on from
+2 | clipping | global norm of gradients, and clipping by it
 2 | orthogonalize | stack of matrices -> nearest semi-orthogonal stack
 2 | auxiliary | AdamW, NAdamW, Lion, SGD for everything that is not a matrix
 2 | partition | leaves -> labels, each with its reason and its matrix view
@@ -33,9 +35,10 @@ from fmuon.base import (
     StateError,
     Transformation,
 )
+from fmuon.clipping import clip_by_global_norm, global_norm
 from fmuon.compilation import compile
 from fmuon.explanation import explain
-from fmuon.functional import apply_updates, init, muon, update, update_
+from fmuon.functional import adapt_state, apply_updates, init, muon, update, update_
 from fmuon.optimizer import FMuon
 from fmuon.orthogonalize import NewtonSchulz
 from fmuon.partition import label
@@ -52,9 +55,12 @@ __all__ = [
     "StateError",
     "Transformation",
     "adamw",
+    "adapt_state",
     "apply_updates",
+    "clip_by_global_norm",
     "compile",
     "explain",
+    "global_norm",
     "init",
     "label",
     "lion",

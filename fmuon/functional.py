@@ -12,7 +12,9 @@ everything here computes.
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ from fmuon.partition import Label
 from fmuon.planning import Configuration, RuleGroup, check_not_empty
 from fmuon.scalars import Scalars
 from fmuon.scaling import ScaleRule, scale_rule
+from fmuon.surgery import origins, resized
 from fmuon.tree import flatten
 
 
@@ -95,10 +98,12 @@ class Muon(Configuration):
                 changes, slots = _advance(group, call)
                 for path, change in zip(group.paths, changes, strict=True):
                     updates[path] = _strided(change, state["momentum"].get(path))
+                # The result for a single leaf is no view of a stack.
+                keep = _strided if len(group.paths) == 1 else _owned
                 for slot, tensors in slots.items():
                     old, store = call.store(group, slot), call.store(group, slot, new)
                     for path, tensor in zip(group.paths, tensors, strict=True):
-                        store[path] = _owned(tensor, old[path])
+                        store[path] = keep(tensor, old[path]).to(old[path].dtype)
             for path in plan.empty:
                 updates[path] = torch.zeros_like(state["momentum"][path])
             for path in plan.idle:
@@ -218,10 +223,9 @@ def _strided(update: Tensor, like: Tensor | None) -> Tensor:
 
 
 def _owned(new: Tensor, old: Tensor) -> Tensor:
-    """A copy with the strides and the dtype of the old, so that no leaf keeps a stack alive."""
+    """A copy with the strides of the old, so that no leaf keeps a stack alive."""
     order, inverse = _memory_order(old)
-    copy = new.permute(order).clone(memory_format=torch.contiguous_format)
-    return copy.permute(inverse).to(old.dtype)
+    return new.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
 
 
 def _memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:
@@ -376,6 +380,71 @@ def update_(
     Same result as `opt.update` and `apply_updates`, with less memory; arguments as there.
     """
     configuration_of(opt).update_(params, grads, state, step, **scalars)
+
+
+def adapt_state(
+    opt: Transformation,
+    state: State,
+    params: Tree,
+    step: int,
+    *,
+    rename: Mapping[str, str] | None = None,
+    add: Collection[str] = (),
+    drop: Collection[str] = (),
+    resize: Collection[str] = (),
+) -> State:
+    """The state for a changed set of leaves: those that stay go on, those that join start afresh.
+
+    Args:
+        opt: for the new leaves; its labels may name them.
+        state: of the old leaves; not written, and shared where nothing changes.
+        params: the new leaves.
+        step: updates already applied, so that leaves that join now count theirs from here.
+        rename: old path -> new path.
+        add: paths of leaves that join: new ones, and frozen ones that are trained from now on.
+        drop: old paths that end.
+        resize: paths of leaves whose number of rows changed; further rows start at zero.
+
+    Raises:
+        StateError: lists every difference that isn't declared, and every declaration in vain.
+    """
+    fresh = configuration_of(opt).init(params, step)
+    old = {(store, path): tensor for store, path, tensor in _entries(state)}
+    new = list(_entries(fresh))
+    source = origins(
+        _shapes(_entries(state)), _shapes(new), rename=rename, add=add, drop=drop, resize=resize
+    )
+    for store, path, tensor in new:
+        origin = source[path]
+        if origin is None:
+            continue
+        if (store, origin) not in old:
+            raise StateError(
+                f"{path!r}: needs {'.'.join(store)}, which the state doesn't hold for {origin!r}; "
+                f"its label has changed: name {origin!r} in drop and {path!r} in add"
+            )
+        target = functools.reduce(operator.getitem, store, fresh)
+        target[path] = resized(old[store, origin], tensor)
+    return fresh
+
+
+def _entries(
+    state: Mapping[str, Any], store: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str, Tensor]]:
+    """(keys of the dict that holds it, path, tensor) of everything in a state."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _entries(value, (*store, key))
+        else:
+            yield store, key, value
+
+
+def _shapes(entries: Iterable[tuple[tuple[str, ...], str, Tensor]]) -> dict[str, tuple[int, ...]]:
+    # "missed" comes last and is 0-d: the slots of a leaf, where it has any, say its shape.
+    shapes: dict[str, tuple[int, ...]] = {}
+    for _, path, tensor in entries:
+        shapes.setdefault(path, tuple(tensor.shape))
+    return shapes
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

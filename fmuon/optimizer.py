@@ -5,9 +5,8 @@ This module keeps param groups and per-parameter state in torch's format; each s
 `update_` under path names.
 """
 
-import copy
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from fmuon.functional import Muon, configuration_of, muon
 from fmuon.partition import Label, route, unwrapped_module
 from fmuon.presets import PRESETS
 from fmuon.scalars import check_scalar
+from fmuon.surgery import origins, resized
 from fmuon.tree import unwrapped
 
 FORMAT = 1
@@ -225,7 +225,7 @@ class FMuon(Optimizer):
         phantom = not self.state and self._is_phantom(params)
         self._create_state(params)
         if not phantom:
-            self._advance(params)
+            self._advance(params, {path: p.grad for path, (_, p, _) in params.items()})
         return loss
 
     def _trained(self) -> dict[str, tuple[int, Tensor, Label]]:
@@ -266,23 +266,28 @@ class FMuon(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32)
             self.state[parameter] = state
 
-    def _advance(self, params: dict[str, tuple[int, Tensor, Label]]) -> None:
-        compiled = self._mode(params) is not None
-        if not compiled:
-            params = {path: entry for path, entry in params.items() if entry[1].grad is not None}
+    def _advance(
+        self,
+        params: Mapping[str, tuple[int, Tensor, Label]],
+        grads: Mapping[str, Tensor | None],
+    ) -> None:
+        present = None
+        if self._mode(params) is None:
+            params = {path: entry for path, entry in params.items() if grads[path] is not None}
             if not params:
                 return
-        step = self._prepare(params)
-        tensors = {path: entry[1] for path, entry in params.items()}
-        grads = {p: torch.zeros_like(t) if t.grad is None else t.grad for p, t in tensors.items()}
-        states = {path: self.state[tensor] for path, tensor in tensors.items()}
-        present = torch.tensor([t.grad is not None for t in tensors.values()]) if compiled else None
-        table = _table(self.param_groups)
-        step(
-            {path: t.detach() for path, t in tensors.items()},
-            {path: g.detach() for path, g in grads.items()},
-            states,
-            table,
+        else:
+            # One graph for every pattern of missing gradients.
+            present = torch.tensor([grad is not None for grad in grads.values()])
+        tensors = {path: parameter for path, (_, parameter, _) in params.items()}
+        self._prepare(params)(
+            {path: p.detach() for path, p in tensors.items()},
+            {
+                p: torch.zeros_like(t) if (g := grads[p]) is None else g.detach()
+                for p, t in tensors.items()
+            },
+            {path: self.state[p] for path, p in tensors.items()},
+            _table(self.param_groups),
             present,
         )
 
@@ -318,15 +323,35 @@ class FMuon(Optimizer):
 
     # ---- state dicts -----------------------------------------------------------------------------
 
+    @torch.no_grad()
+    def warmup(self) -> None:
+        """Create the state and compile the step, before a loop whose time counts.
+
+        Runs the step with no gradient present, which moves nothing.
+        """
+        params = self._trained()
+        self._create_state(params)
+        self._advance(params, dict.fromkeys(params))
+
     def state_dict(self) -> dict[str, Any]:
         """torch's format, with the integer `fmuon_format` beside `state` and `param_groups`."""
         return super().state_dict() | {"fmuon_format": FORMAT}
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        *,
+        rename: Mapping[str, str] | None = None,
+        add: Collection[str] = (),
+        drop: Collection[str] = (),
+        resize: Collection[str] = (),
+    ) -> None:
         """Load a state dict; parameters are matched by name where both sides have names.
 
-        Buffers keep the dtype they were saved in.
+        Buffers keep the dtype they were saved in. For a model that has changed since, `rename`,
+        `add`, `drop` and `resize` declare the differences as in `fmuon.adapt_state`; parameters
+        that are added start afresh.
 
         Raises:
             StateError: names, shapes or the format don't match.
@@ -336,23 +361,63 @@ class FMuon(Optimizer):
                 f"state_dict of format {state_dict['fmuon_format']}, this fmuon reads up to "
                 f"{FORMAT}; upgrade fmuon"
             )
-        ordered = _matched(self.state_dict(), state_dict)
+        changes = {"rename": rename, "add": add, "drop": drop, "resize": resize}
+        ordered = self._matched(state_dict, {name: c for name, c in changes.items() if c})
         super().load_state_dict(ordered)
         # torch casts what it loads to the dtype of the parameter; take the saved tensors again.
         ids = [i for group in ordered["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for index, parameter in zip(ids, params, strict=True):
             for name, value in ordered["state"].get(index, {}).items():
-                if not isinstance(value, Tensor):
-                    continue
-                if name != "step":
-                    if value.shape != parameter.shape:
-                        raise StateError(
-                            f"{name} of shape {tuple(value.shape)} for a parameter of shape "
-                            f"{tuple(parameter.shape)}"
-                        )
-                    value = value.to(parameter.device, copy=True)
-                self.state[parameter][name] = value.clone() if name == "step" else value
+                if isinstance(value, Tensor):
+                    # The count stays where it is, all else goes to the device of the parameter.
+                    device = value.device if name == "step" else parameter.device
+                    self.state[parameter][name] = value.to(device, copy=True)
+
+    def _matched(self, saved: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+        """The saved dict in the order of our groups and parameters, matched by name."""
+        groups, saved_groups = self.param_groups, saved["param_groups"]
+        if not all("param_names" in group for group in (*groups, *saved_groups)):
+            if changes:
+                raise StateError(
+                    f"{', '.join(changes)}: parameters without names can't be told apart; give "
+                    f"FMuon the model or named parameters, here and where the state was saved"
+                )
+            _check_shapes(saved, groups)
+            return saved
+        old = {
+            name: saved["state"].get(index, {})
+            for group in saved_groups
+            for name, index in zip(group["param_names"], group["params"], strict=True)
+        }
+        own = {
+            name: parameter
+            for group in groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        }
+        new_shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
+        source = origins(
+            {name: _saved_shape(state, new_shapes.get(name, ())) for name, state in old.items()},
+            new_shapes,
+            **changes,
+        )
+        ids = {name: index for index, name in enumerate(own)}
+        state = {
+            ids[name]: _resized(old[origin], own[name])
+            for name, origin in source.items()
+            if origin is not None and old[origin]
+        }
+        by_name = {group.get("name"): group for group in saved_groups}
+        ordered = [
+            {
+                **by_name.get(group.get("name"), saved_groups[min(index, len(saved_groups) - 1)]),
+                "params": [ids[name] for name in group["param_names"]],
+                "param_names": list(group["param_names"]),
+                "rules": list(group["rules"]),
+            }
+            for index, group in enumerate(groups)
+        ]
+        return {**saved, "state": state, "param_groups": ordered}
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and deepcopy keep: torch's part, and the options without the labels."""
@@ -511,36 +576,30 @@ def _check_not_empty(groups: Sequence[Mapping[str, Any]], *, explicit: bool) -> 
     )
 
 
-def _matched(own: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """The saved dict in the order of our groups and parameters, matched by name."""
-    groups, saved_groups = own["param_groups"], saved["param_groups"]
-    if not all("param_names" in group for group in (*groups, *saved_groups)):
-        return saved
-    ids = {
-        name: index
-        for group in saved_groups
-        for name, index in zip(group["param_names"], group["params"], strict=True)
+def _saved_shape(state: Mapping[str, Any], default: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a parameter by its buffers; those of a rule without buffers aren't known."""
+    buffers = [v for name, v in state.items() if name != "step" and isinstance(v, Tensor)]
+    return tuple(buffers[0].shape) if buffers else default
+
+
+def _resized(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    return {
+        name: resized(v, torch.zeros_like(parameter, dtype=v.dtype, device=v.device))
+        if name != "step" and isinstance(v, Tensor)
+        else v
+        for name, v in state.items()
     }
-    names = [name for group in groups for name in group["param_names"]]
-    missing = [name for name in names if name not in ids]
-    unexpected = [name for name in ids if name not in set(names)]
-    if missing or unexpected:
-        raise StateError(
-            f"the state_dict is of other parameters; missing: {missing}; unexpected: {unexpected}"
-        )
-    by_name = {group.get("name"): group for group in saved_groups}
-    ordered: list[dict[str, Any]] = []
-    for position, group in enumerate(groups):
-        source = by_name.get(group.get("name")) if "name" in group else None
-        if source is None and position < len(saved_groups):
-            source = saved_groups[position]
-        hyper = copy.copy(source if source is not None else group)
-        ordered.append(
-            hyper
-            | {
-                "params": [ids[name] for name in group["param_names"]],
-                "param_names": list(group["param_names"]),
-                "rules": list(group["rules"]),
-            }
-        )
-    return {**saved, "param_groups": ordered}
+
+
+def _check_shapes(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Without names all that can be compared is the shapes, position by position."""
+    ids = [index for group in saved["param_groups"] for index in group["params"]]
+    params = [parameter for group in groups for parameter in group["params"]]
+    for index, parameter in zip(ids, params, strict=False):
+        shape = tuple(parameter.shape)
+        found = _saved_shape(saved["state"].get(index, {}), shape)
+        if found != shape:
+            raise StateError(
+                f"parameter {index}: state of shape {found}, parameter of shape {shape}; the order "
+                f"of the parameters has changed, which only names can tell: give FMuon the model"
+            )

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from expecttest import assert_expected_inline
+from references import PUBLISHED
 from strategies import refusal
 
 from fmuon import ConfigurationError
@@ -250,3 +251,7 @@ def test_cans_is_the_greedy_composition_of_best_quintics():
         triple, error, _, _ = best_quintic(low, high)
         assert triple == pytest.approx(published, abs=0.5e-4)
         low, high = 1 - error, 1 + error
+
+
+def test_the_typed_triples_are_the_published_ones():
+    assert {name: COEFFICIENTS[name].published for name in PUBLISHED} == PUBLISHED

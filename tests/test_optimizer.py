@@ -387,6 +387,18 @@ def test_inductor_equals_eager():
     assert_close(tensors(model), tensors(reference), rtol=1e-4, atol=1e-5)
 
 
+def test_warming_up_compiles_and_moves_nothing(counter):
+    model = Model()
+    before = tensors(model)
+    optimizer = make(model, compile="default")
+    optimizer.warmup()
+    assert counter.frame_count == 1
+    assert_same_bits(tensors(model), before)
+    assert all(state["step"] == 0 for state in optimizer.state.values())
+    train(model, optimizer, 2)
+    assert counter.frame_count == 1
+
+
 def test_auto_does_not_compile_on_a_cpu(counter):
     model = Model()
     train(model, make(model), 1)
@@ -443,7 +455,7 @@ def test_loading_lists_what_does_not_match():
     other = make(model)
     assert_expected_inline(
         message(fmuon.StateError, other.load_state_dict, state_dict),
-        """the state_dict is of other parameters; missing: ['fourth.weight']; unexpected: ['third.weight']""",
+        """state and model don't match; in the model but not in the state (declare in add or rename): ['fourth.weight']; in the state but not in the model (declare in drop or rename): ['third.weight']""",
     )
     assert not other.state
     state_dict["fmuon_format"] = 99

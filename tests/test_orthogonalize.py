@@ -54,6 +54,14 @@ def test_the_result_does_not_depend_on_the_scale(power):
     assert relative(EXACT(scaled), EXACT(x)) < max(bits, NS_TOLERANCE)
 
 
+def test_members_of_a_stack_have_scales_of_their_own():
+    x = torch.randn(24, 16)
+    stacked = EXACT(torch.stack([x * 1e-30, x, x * 1e30, torch.zeros(24, 16)]))
+    for member in stacked[:3]:
+        assert relative(member, EXACT(x)) < NS_TOLERANCE
+    assert torch.equal(stacked[3], torch.zeros(24, 16))
+
+
 def test_zero_gives_exactly_zero():
     assert torch.equal(EXACT(torch.zeros(3, 5, 4)), torch.zeros(3, 5, 4))
 

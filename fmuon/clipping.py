@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Global norm of a tree of gradients, and clipping by it, before they reach an update."""
+
+import torch
+from torch import Tensor
+
+from fmuon.base import ConfigurationError, LeafError, Tree
+from fmuon.tree import flatten
+
+
+def global_norm(tree: Tree) -> Tensor:
+    """sqrt(sum of squares) over all elements of all leaves, 0-d, float32 or wider; None is skipped.
+
+    Raises:
+        LeafError: no leaf is a tensor.
+    """
+    leaves = [leaf for leaf in flatten(tree, "grads")[0].values() if leaf is not None]
+    if not leaves:
+        raise LeafError("grads: no leaf is a tensor, so there is no norm; pass gradients")
+    dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
+    norms = [torch.linalg.vector_norm(leaf, dtype=dtype) for leaf in leaves]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def clip_by_global_norm(tree: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]:
+    """Scale all leaves so that their global norm is at most `max_norm`; returns them and the norm.
+
+    Leaves are multiplied by min(1, max_norm / norm) [Pascanu et al. 2013, arXiv 1211.5063,
+    algorithm 1]; smaller gradients come back with the same bits. Muon's step does not depend on the
+    scale of a gradient, so clipping only changes how much a gradient weighs in the momentum.
+    """
+    if isinstance(max_norm, int | float) and not max_norm > 0:
+        raise ConfigurationError(f"max_norm={max_norm}: must be positive")
+    norm = global_norm(tree)
+    factor = (max_norm / norm).clamp(max=1.0)
+    leaves, structure = flatten(tree, "grads")
+    clipped = {
+        path: None if leaf is None else leaf * factor.to(device=leaf.device, dtype=leaf.dtype)
+        for path, leaf in leaves.items()
+    }
+    return structure.rebuild(clipped), norm
