@@ -130,10 +130,10 @@ class Call:
             return None
         return resolve(value, default, self.step, group.paths, group.device)
 
-    def count(self, paths: Sequence[str]) -> Tensor:
+    def count(self, paths: Sequence[str], device: torch.device) -> Tensor:
         """t of every leaf: its updates including this one, float64."""
         missed = torch.stack([self.state["missed"][path] for path in paths])
-        return (self.step - missed + 1).to(torch.float64)
+        return (self.step - missed + 1).to(device=device, dtype=torch.float64)
 
     # ---- tensors ---------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -55,9 +55,11 @@ def compile(
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
+        # A scalar on the CPU would keep a GPU's step out of CUDA graphs.
+        device = next(_devices(args), None)
         for name in names:
             if name in bound.arguments:
-                bound.arguments[name] = _tensors(name, bound.arguments[name])
+                bound.arguments[name] = _tensors(name, bound.arguments[name], device)
         if graphs:
             torch.compiler.cudagraph_mark_step_begin()
         try:
@@ -94,16 +96,26 @@ def _own_error(error: BaseException) -> FMuonError | None:
     return inner
 
 
-def _tensors(name: str, value: Any) -> Any:
+def _devices(value: Any) -> Iterator[torch.device]:
+    """Devices of the tensors in nested dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value.device
+    elif isinstance(value, Mapping | list | tuple):
+        for entry in value.values() if isinstance(value, Mapping) else value:
+            yield from _devices(entry)
+
+
+def _tensors(name: str, value: Any, device: torch.device | None) -> Any:
     if isinstance(value, Mapping):
-        return {path: _tensors(name, entry) for path, entry in value.items()}
+        return {path: _tensors(name, entry, device) for path, entry in value.items()}
     if isinstance(value, tuple | list):
-        return tuple(_tensors(name, entry) for entry in value)
+        return tuple(_tensors(name, entry, device) for entry in value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     if name == "weight_decay" and value == 0:
         return value
-    return torch.tensor(value, dtype=torch.int64 if name == "step" else torch.float64)
+    dtype = torch.int64 if name == "step" else torch.float64
+    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def _cloned(result: Any) -> Any:

@@ -167,7 +167,7 @@ def _matrices(bucket: Bucket, call: Call) -> tuple[list[Tensor], dict[str, list[
     averages: list[Stack] = []
     stacks = zip(bucket.stacks, stack(bucket, grads), stack(bucket, momentum), strict=True)
     for spec, grad, moment in stacks:
-        t = spread(call.count(spec.paths), grad)
+        t = spread(call.count(spec.paths, device), grad)
         b = spread(call.of("momentum", spec.paths, device), grad)
         new = average(moment, grad, b)
         look = look_ahead(
@@ -194,7 +194,7 @@ def _others(group: RuleGroup, call: Call) -> tuple[list[Tensor], dict[str, list[
         spread(call.of(option, paths, group.device, default), grad)
         for option, default in defaults.items()
     )
-    t = spread(call.count(paths), grad)
+    t = spread(call.count(paths, group.device), grad)
     direction, new = rule.direction(grad, slots, t, (beta1, beta2), eps)
     update = direction * spread(-call.rate(group), grad).to(group.dtype)
     return list(call.masked(update, paths).unbind()), {

@@ -18,7 +18,18 @@ from fmuon.auxiliary import Rule
 from fmuon.base import ConfigurationError, LeafError, Matrix, StateError, lookup
 from fmuon.compilation import compile as compile_
 from fmuon.functional import Muon, configuration_of, muon
-from fmuon.partition import Label, route, unwrapped_module
+from fmuon.partition import (
+    Assignment,
+    Label,
+    Leaf,
+    as_view,
+    by_name_and_shape,
+    check_keys,
+    declared,
+    route,
+    unwrapped_module,
+)
+from fmuon.planning import check_not_empty
 from fmuon.presets import PRESETS
 from fmuon.scalars import check_scalar
 from fmuon.surgery import origins, resized
@@ -102,7 +113,8 @@ class FMuon(Optimizer):
             "lr_scale": 1.0,
         }
         super().__init__(self._groups(params), defaults)
-        _check_not_empty(self.param_groups, explicit=_is_bare(params))
+        if isinstance(self._config.labels, tuple):
+            check_keys(self._config.labels, list(self._trained()))
 
     # ---- groups ----------------------------------------------------------------------------------
 
@@ -112,30 +124,34 @@ class FMuon(Optimizer):
         if isinstance(params, nn.Module):
             _, module = unwrapped_module(params)
             named = dict(module.named_parameters())
-            if self._config.labels is None:
-                labels: dict[str, Label] = {p: a.label for p, a in route(module).items()}
-            else:
-                labels = {p: a.label for p, a in self._config.assign(named).items()}
-            return self._split([(unwrapped(path), p, labels[path]) for path, p in named.items()])
+            labelled = self._config.labels is not None
+            return self._named(named, self._config.assign(named) if labelled else route(module))
         entries = list(params)
         if not entries:
             raise ValueError("params: the list of parameters is empty")
         if isinstance(entries[0], dict):
-            return [dict(group) for group in entries]
+            return entries
         if isinstance(entries[0], tuple):
-            named: dict[str, Tensor] = dict(entries)
-            labels = {p: a.label for p, a in self._config.assign(named).items()}
-            return self._split([(unwrapped(path), p, labels[path]) for path, p in named.items()])
-        labelled = [(None, p, _label_of_bare(p)) for p in entries]
-        matrices = [tuple(p.shape) for _, p, label in labelled if isinstance(label, Matrix)]
-        if matrices and len(matrices) < len(labelled):
+            named = dict(entries)
+            return self._named(named, self._config.assign(named))
+        if self._config.labels is not None:
+            raise ConfigurationError("labels need names: pass the model, or named parameters")
+        bare = [(None, p, _label_of_bare(p)) for p in entries]
+        matrices = [tuple(p.shape) for _, p, label in bare if isinstance(label, Matrix)]
+        if matrices and len(matrices) < len(bare):
             warnings.warn(
                 f"FMuon got parameters without names and trains the {len(matrices)} 2-D ones by "
                 f"Muon, of shapes {matrices}; embeddings and output heads can't be told apart: "
                 f"pass the model",
                 stacklevel=3,
             )
-        return self._split(labelled)
+        return self._split(bare)
+
+    def _named(
+        self, named: Mapping[str, Tensor], assignments: Mapping[str, Assignment]
+    ) -> list[dict[str, Any]]:
+        check_not_empty(assignments)
+        return self._split([(unwrapped(p), t, assignments[p].label) for p, t in named.items()])
 
     def _split(self, entries: Sequence[tuple[str | None, Tensor, Label]]) -> list[dict[str, Any]]:
         """The groups "muon" and "auxiliary" (one per rule), of the parameters that are trained."""
@@ -159,17 +175,17 @@ class FMuon(Optimizer):
         entries = [params] if isinstance(params, Tensor) else list(params)
         group["params"] = entries
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
-        paths: list[str] = group.get("param_names") or [
-            str(entry[0])
-            if isinstance(entry, tuple)
-            else f"groups[{len(self.param_groups)}][{index}]"
-            for index, entry in enumerate(entries)
-        ]
+        names: list[str] | None = group.get("param_names")
+        if isinstance(entries[0] if entries else None, tuple):
+            names = [str(entry[0]) for entry in entries]
+        paths = names or [f"groups[{len(self.param_groups)}][{i}]" for i in range(len(tensors))]
         if len(set(map(id, tensors))) < len(tensors):
             raise ValueError("some parameters appear more than once in a parameter group")
-        given = group.pop("rules", None) or [_flag(group)] * len(tensors)
+        given = group.pop("rules", None) or [self._flag(group)] * len(tensors)
         labels = [
-            self._label(path, tensor, label)
+            self._default_label(path, tensor, names is not None)
+            if label is None
+            else self._label(path, tensor, label)
             for path, tensor, label in zip(paths, tensors, given, strict=True)
         ]
         group["rules"] = [_encode(label) for label in labels]
@@ -184,9 +200,16 @@ class FMuon(Optimizer):
             added["lr"] = added["lr"].clone()
         self._prepared = None
 
-    def _label(self, path: str, tensor: Tensor, given: Any) -> Label:
-        if given is None:
+    def _default_label(self, path: str, tensor: Tensor, has_name: bool) -> Label:
+        if not has_name:
             return _label_of_bare(tensor)
+        shape = tuple(tensor.shape)
+        label, _ = declared(path, Leaf(shape, tensor.dtype), self._config.labels)
+        return (
+            by_name_and_shape(path, shape).label if label is None else as_view(path, shape, label)
+        )
+
+    def _label(self, path: str, tensor: Tensor, given: Any) -> Label:
         if given == "muon" and tensor.ndim != 2:
             raise LeafError(
                 f"{path!r} (shape {tuple(tensor.shape)}) is not a matrix; give the group "
@@ -196,6 +219,16 @@ class FMuon(Optimizer):
         if isinstance(label, Matrix):
             label.view(path, tuple(tensor.shape))
         return label
+
+    def _flag(self, group: Mapping[str, Any]) -> Any:
+        """The label of a whole group by the flags that other optimizers use; None without."""
+        if "use_muon" in group:
+            return "muon" if group["use_muon"] else "auxiliary"
+        algorithm = group.get("algorithm")
+        known = {"muon": "muon", "auxiliary": "auxiliary"}
+        for name, rule in self._config.rules.items():
+            known |= {rule.name: name or "auxiliary"} | ({} if name is None else {name: name})
+        return None if algorithm is None else lookup(known, algorithm, "algorithm")
 
     def _add_defaults(self, group: dict[str, Any], labels: Sequence[Label]) -> None:
         """A group without matrices takes what its rule says."""
@@ -251,6 +284,7 @@ class FMuon(Optimizer):
         return not any(bool(grad.any()) for grad in grads)
 
     def _create_state(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> None:
+        mode = self._mode(params)
         for _, parameter, label in params.values():
             if parameter in self.state:
                 continue
@@ -263,7 +297,9 @@ class FMuon(Optimizer):
                 _SLOTS[slot]: torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 for slot in slots
             }
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            # A CPU tensor would keep a compiled step out of CUDA graphs.
+            device = None if mode is None else parameter.device
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             self.state[parameter] = state
 
     def _advance(
@@ -271,24 +307,33 @@ class FMuon(Optimizer):
         params: Mapping[str, tuple[int, Tensor, Label]],
         grads: Mapping[str, Tensor | None],
     ) -> None:
-        present = None
-        if self._mode(params) is None:
-            params = {path: entry for path, entry in params.items() if grads[path] is not None}
-            if not params:
-                return
-        else:
+        absent = [path for path, grad in grads.items() if grad is None]
+        if absent and self._config.missing == "error":
+            raise LeafError(f"no gradient for {absent}, and missing='error'")
+        flags = None
+        if self._mode(params) is not None:
             # One graph for every pattern of missing gradients.
-            present = torch.tensor([grad is not None for grad in grads.values()])
-        tensors = {path: parameter for path, (_, parameter, _) in params.items()}
+            flags = [grad is not None or self._config.missing == "zero" for grad in grads.values()]
+        elif self._config.missing == "skip":
+            params = {path: entry for path, entry in params.items() if grads[path] is not None}
+        if params:
+            self._run(params, grads, flags)
+
+    def _run(
+        self,
+        params: Mapping[str, tuple[int, Tensor, Label]],
+        grads: Mapping[str, Tensor | None],
+        flags: list[bool] | None,
+    ) -> None:
+        """The step of some parameters; where a flag is False the parameter sits it out."""
+        tensors = {path: parameter.detach() for path, (_, parameter, _) in params.items()}
+        device = next(iter(tensors.values())).device
         self._prepare(params)(
-            {path: p.detach() for path, p in tensors.items()},
-            {
-                p: torch.zeros_like(t) if (g := grads[p]) is None else g.detach()
-                for p, t in tensors.items()
-            },
-            {path: self.state[p] for path, p in tensors.items()},
-            _table(self.param_groups),
-            present,
+            tensors,
+            {path: _dense(grads[path], tensor) for path, tensor in tensors.items()},
+            {path: self.state[parameter] for path, (_, parameter, _) in params.items()},
+            _table(self.param_groups).to(device),
+            None if flags is None else torch.tensor(flags, device=device),
         )
 
     def _mode(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> str | None:
@@ -384,7 +429,12 @@ class FMuon(Optimizer):
                     f"FMuon the model or named parameters, here and where the state was saved"
                 )
             _check_shapes(saved, groups)
-            return saved
+            pairs = zip(groups, saved_groups, strict=False)
+            own_keys = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+            merged = [
+                {**o, **s, "rules": g["rules"]} for o, (g, s) in zip(own_keys, pairs, strict=False)
+            ]
+            return {**saved, "param_groups": merged + saved_groups[len(groups) :]}
         old = {
             name: saved["state"].get(index, {})
             for group in saved_groups
@@ -410,6 +460,7 @@ class FMuon(Optimizer):
         by_name = {group.get("name"): group for group in saved_groups}
         ordered = [
             {
+                **{key: value for key, value in group.items() if key != "params"},
                 **by_name.get(group.get("name"), saved_groups[min(index, len(saved_groups) - 1)]),
                 "params": [ids[name] for name in group["param_names"]],
                 "param_names": list(group["param_names"]),
@@ -547,33 +598,14 @@ def _decode(rule: Any) -> Label:
     return Matrix(**rule) if isinstance(rule, dict) else rule
 
 
-def _flag(group: Mapping[str, Any]) -> Any:
-    """The label of a whole group by the flags that other optimizers use."""
-    if "use_muon" in group:
-        return "muon" if group["use_muon"] else "auxiliary"
-    if "algorithm" in group:
-        return "muon" if group["algorithm"] == "muon" else "auxiliary"
-    return None
-
-
 def _label_of_bare(parameter: Tensor) -> Label:
     """The label of a parameter of which only the shape is known."""
     plain = parameter.ndim == 2 and 1 not in parameter.shape
     return Matrix() if plain else "auxiliary"
 
 
-def _is_bare(params: Any) -> bool:
-    return isinstance(params, Sequence | Iterable) and not isinstance(params, nn.Module)
-
-
-def _check_not_empty(groups: Sequence[Mapping[str, Any]], *, explicit: bool) -> None:
-    rules = [rule for group in groups for rule in group["rules"]]
-    if explicit or any(isinstance(_decode(rule), Matrix) for rule in rules):
-        return
-    raise LeafError(
-        f"no parameter was assigned to Muon ({len(rules)} auxiliary); "
-        f"print(fmuon.explain(model)) shows why each got what it has"
-    )
+def _dense(grad: Tensor | None, parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if grad is None else grad.detach()
 
 
 def _saved_shape(state: Mapping[str, Any], default: tuple[int, ...]) -> tuple[int, ...]:

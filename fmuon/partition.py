@@ -8,7 +8,7 @@ A label is a `Matrix`, "muon" (the default view of a 2-D leaf), "auxiliary" or t
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -58,7 +58,7 @@ def by_name_and_shape(path: str, shape: tuple[int, ...]) -> Assignment:
 def assign(leaves: Mapping[str, Leaf], labels: Labels) -> dict[str, Assignment]:
     """Every leaf's assignment; raises `LeafError` for keys and labels that fit no leaf."""
     if isinstance(labels, tuple):
-        _check_keys(labels, leaves)
+        check_keys(labels, leaves)
     assignments = {path: _assign(path, leaf, labels) for path, leaf in leaves.items()}
     _warn_of_undeclared(assignments, {path: leaf.shape for path, leaf in leaves.items()})
     return assignments
@@ -147,7 +147,8 @@ def check_key(key: Any) -> None:
             raise ConfigurationError(f"labels key {key!r}: no valid pattern, {error}") from None
 
 
-def _check_keys(labels: Sequence[tuple[str, Label]], paths: Iterable[str]) -> None:
+def check_keys(labels: Sequence[tuple[str, Label]], paths: Collection[str]) -> None:
+    """Refuse keys of `labels` that match no leaf."""
     for key, label in labels:
         # A frozen leaf may be left out of the params; an error row hopes to match nothing.
         if label in ("error", "frozen") or any(_matches(key, path) for path in paths):

@@ -165,7 +165,7 @@ def test_errors_at_the_door():
     model = Model()
     assert_expected_inline(
         message(fmuon.LeafError, fmuon.FMuon, nn.LayerNorm(3)),
-        """no parameter was assigned to Muon (2 auxiliary); print(fmuon.explain(model)) shows why each got what it has""",
+        """no leaf was assigned to Muon (2 auxiliary, 0 frozen); pass the matrices of the model, or label every leaf if this is meant; print(fmuon.explain(model)) shows why each leaf got what it has""",
     )
     optimizer = fmuon.FMuon([model.first.weight])
     assert_expected_inline(
@@ -507,3 +507,76 @@ def test_gradient_scaler_with_an_overflow_leaves_everything_alone():
     scaler.update()
     assert_same_bits((model.state_dict(), optimizer.state_dict()["state"]), before)
     assert scaler.get_scale() == 2.0
+
+
+# ---- labels, flags, missing gradients -------------------------------------------------------------
+
+
+def test_labels_reach_named_parameters_and_groups_with_names():
+    model = Model()
+    labels = {"re:head.*": "frozen", "first.weight": "auxiliary"}
+    for params in (model, model.named_parameters(), [{"params": model.named_parameters()}]):
+        optimizer = fmuon.FMuon(params, labels=labels)
+        rules = {
+            name: rule
+            for group in optimizer.param_groups
+            for name, rule in zip(group["param_names"], group["rules"], strict=True)
+        }
+        assert rules["first.weight"] == "auxiliary" and rules["second.weight"] == "muon"
+        assert rules.get("head.weight", "frozen") == "frozen"
+    groups = [{"params": list(model.named_parameters())}]
+    with pytest.raises(fmuon.LeafError, match=r"labels key 'firts\.weight' matches no leaf"):
+        fmuon.FMuon(groups, labels={"firts.weight": "auxiliary"})
+    with pytest.raises(fmuon.ConfigurationError, match="labels need names"):
+        fmuon.FMuon(model.parameters(), labels=labels)
+
+
+def test_unknown_algorithms_are_refused():
+    model = Model()
+    assert_expected_inline(
+        message(
+            fmuon.ConfigurationError,
+            fmuon.FMuon,
+            [{"params": [model.first.weight], "algorithm": "lion"}],
+        ),
+        """unknown algorithm 'lion'; known: 'muon', 'auxiliary', 'adamw'""",
+    )
+
+
+@pytest.mark.parametrize("mode", [False, "default"])
+def test_missing_zero_moves_by_the_momentum_alone(counter, mode):
+    model = Model()
+    optimizer = make(model, compile=mode, missing="zero")
+    train(model, optimizer, 1)
+    other = copy.deepcopy(model)
+    zeros = make(other)
+    zeros.load_state_dict(optimizer.state_dict())
+    gradients(model, 1)
+    gradients(other, 1)
+    model.second.weight.grad = None
+    other.second.weight.grad.zero_()
+    for o in (optimizer, zeros):
+        o.step()
+    assert_close(tensors(model), tensors(other), rtol=1e-4, atol=1e-6)
+
+
+def test_missing_error_names_the_parameter_and_moves_nothing():
+    model = Model()
+    optimizer = make(model, missing="error")
+    before = tensors(model)
+    gradients(model)
+    model.second.weight.grad = None
+    with pytest.raises(fmuon.LeafError, match=r"second\.weight"):
+        optimizer.step()
+    assert_same_bits(tensors(model), before)
+
+
+def test_a_state_dict_of_another_optimizer_keeps_the_rules():
+    model = Model()
+    named = list(model.named_parameters())
+    peer = torch.optim.AdamW(named, lr=0.5)
+    optimizer = fmuon.FMuon([{"params": named}])
+    optimizer.load_state_dict(peer.state_dict())
+    group = optimizer.param_groups[0]
+    assert group["lr"] == 0.5 and group["rules"].count("muon") == 3 and group["lr_scale"] == 1.0
+    train(model, optimizer, 1)
