@@ -112,7 +112,15 @@ class FMuon(Optimizer):
             "eps": first.eps,
             "lr_scale": 1.0,
         }
+        self._guessed: list[tuple[int, ...]] = []
         super().__init__(self._groups(params), defaults)
+        if self._guessed:
+            warnings.warn(
+                f"FMuon got parameters without names and trains the 2-D ones, of shapes "
+                f"{self._guessed}, by Muon; it can't tell embeddings and output heads from other "
+                f"matrices: pass the model, or say use_muon in the groups",
+                stacklevel=2,
+            )
         if isinstance(self._config.labels, tuple):
             check_keys(self._config.labels, list(self._trained()))
 
@@ -136,16 +144,7 @@ class FMuon(Optimizer):
             return self._named(named, self._config.assign(named))
         if self._config.labels is not None:
             raise ConfigurationError("labels need names: pass the model, or named parameters")
-        bare = [(None, p, _label_of_bare(p)) for p in entries]
-        matrices = [tuple(p.shape) for _, p, label in bare if isinstance(label, Matrix)]
-        if matrices and len(matrices) < len(bare):
-            warnings.warn(
-                f"FMuon got parameters without names and trains the {len(matrices)} 2-D ones by "
-                f"Muon, of shapes {matrices}; embeddings and output heads can't be told apart: "
-                f"pass the model",
-                stacklevel=3,
-            )
-        return self._split(bare)
+        return self._split([(None, p, self._guess(p)) for p in entries])
 
     def _named(
         self, named: Mapping[str, Tensor], assignments: Mapping[str, Assignment]
@@ -200,9 +199,16 @@ class FMuon(Optimizer):
             added["lr"] = added["lr"].clone()
         self._prepared = None
 
+    def _guess(self, parameter: Tensor) -> Label:
+        """The label of a parameter of which only the shape is known."""
+        if parameter.ndim != 2 or 1 in parameter.shape:
+            return "auxiliary"
+        self._guessed.append(tuple(parameter.shape))
+        return Matrix()
+
     def _default_label(self, path: str, tensor: Tensor, has_name: bool) -> Label:
         if not has_name:
-            return _label_of_bare(tensor)
+            return self._guess(tensor)
         shape = tuple(tensor.shape)
         label, _ = declared(path, Leaf(shape, tensor.dtype), self._config.labels)
         return (
@@ -596,12 +602,6 @@ def _decode(rule: Any) -> Label:
     if rule == "muon":
         return Matrix()
     return Matrix(**rule) if isinstance(rule, dict) else rule
-
-
-def _label_of_bare(parameter: Tensor) -> Label:
-    """The label of a parameter of which only the shape is known."""
-    plain = parameter.ndim == 2 and 1 not in parameter.shape
-    return Matrix() if plain else "auxiliary"
 
 
 def _dense(grad: Tensor | None, parameter: Tensor) -> Tensor:

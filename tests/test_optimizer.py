@@ -108,7 +108,8 @@ def test_named_and_bare_parameters():
     assert len(bare.param_groups[0]["params"]) == 5
     assert "param_names" not in bare.param_groups[0]
     fmuon.FMuon([model.norm.weight])
-    fmuon.FMuon([model.first.weight])
+    with pytest.warns(UserWarning, match=r"of shapes \[\(8, 6\)\]"):
+        fmuon.FMuon([model.first.weight])
 
 
 @pytest.mark.parametrize("flag", [{"use_muon": True}, {"algorithm": "muon"}])
@@ -128,8 +129,7 @@ def test_groups_stay_as_they_are_given(flag):
 
 def test_a_mixed_group_is_split_by_shape_but_not_into_groups():
     model = Model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(UserWarning, match="pass the model"):
         optimizer = fmuon.FMuon([{"params": list(model.second.parameters())}], lr=0.1)
     assert optimizer.param_groups[0]["rules"] == ["muon", "auxiliary"]
     before = tensors(model)
@@ -167,7 +167,7 @@ def test_errors_at_the_door():
         message(fmuon.LeafError, fmuon.FMuon, nn.LayerNorm(3)),
         """no leaf was assigned to Muon (2 auxiliary, 0 frozen); pass the matrices of the model, or label every leaf if this is meant; print(fmuon.explain(model)) shows why each leaf got what it has""",
     )
-    optimizer = fmuon.FMuon([model.first.weight])
+    optimizer = fmuon.FMuon([{"params": [model.first.weight], "use_muon": True}])
     assert_expected_inline(
         message(
             fmuon.LeafError,
