@@ -488,6 +488,7 @@ class FMuon(Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)
         self._prepared = None
+        self._guessed = []
 
 
 # ---- the step ------------------------------------------------------------------------------------

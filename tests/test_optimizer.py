@@ -492,6 +492,8 @@ def test_pickle_and_deepcopy_keep_training():
         train(m, o, 2, start=2)
     assert_same_bits(tensors(copied_model), tensors(model))
     assert_same_bits(tensors(pickled_model), tensors(model))
+    pickled.add_param_group({"params": [("late", nn.Parameter(torch.zeros(3, 3)))]})
+    assert pickled.param_groups[-1]["rules"] == ["muon"]
 
 
 def test_gradient_scaler_with_an_overflow_leaves_everything_alone():
