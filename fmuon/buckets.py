@@ -52,6 +52,7 @@ class StackPlan:
     """Matrices of one shape (short x long) that are orthogonalised together.
 
     `paths` and `scales` have one entry per matrix: the leaf it belongs to and its shape scale.
+    `chunk` matrices at a time are orthogonalised, where one leaf alone exceeds the limit in bytes.
     """
 
     short: int
@@ -60,6 +61,7 @@ class StackPlan:
     counts: tuple[int, ...]
     paths: tuple[str, ...]
     scales: tuple[float, ...]
+    chunk: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def plan(
     for leaf in sorted(leaves, key=lambda leaf: leaf.path):
         groups[leaf.dtype, leaf.device].append(leaf)
     return tuple(
-        _bucket(chunk, scale)
+        _bucket(chunk, scale, max_stack_bytes)
         for group in groups.values()
         for connected in _connected(group)
         for chunk in _chunks(connected, max_stack_bytes)
@@ -126,7 +128,7 @@ def _chunks(leaves: Sequence[MatrixLeaf], max_bytes: int) -> list[list[MatrixLea
     return chunks
 
 
-def _bucket(leaves: Sequence[MatrixLeaf], scale: ScaleRule) -> Bucket:
+def _bucket(leaves: Sequence[MatrixLeaf], scale: ScaleRule, max_bytes: int) -> Bucket:
     by_shape: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     for index, leaf in enumerate(leaves):
         blocks = product(_ranges(leaf.view.row_blocks), _ranges(leaf.view.column_blocks))
@@ -146,6 +148,7 @@ def _bucket(leaves: Sequence[MatrixLeaf], scale: ScaleRule) -> Bucket:
                 for piece in pieces
                 for _ in range(piece.count)
             ),
+            chunk=max(1, max_bytes // (shape[0] * shape[1] * leaves[0].dtype.itemsize)),
         )
         for shape, pieces in by_shape.items()
     )

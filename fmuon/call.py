@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fmuon.auxiliary import Rule
-from fmuon.base import State, StateError, Tree
+from fmuon.base import ConfigurationError, State, StateError, Tree
 from fmuon.buckets import Bucket
 from fmuon.planning import Configuration, Plan, RuleGroup, masked_decay, plan_update, signature
 from fmuon.scalars import check_scalar, is_callable, is_zero, resolve
@@ -34,7 +34,7 @@ class Call:
         params: Tree,
         *,
         betas: Any,
-        present: Mapping[str, Tensor] | None,
+        present: Mapping[str, Any] | None,
         **scalars: Any,
     ) -> None:
         if not {"momentum", "auxiliary", "missed"} <= set(state):
@@ -45,22 +45,42 @@ class Call:
         self.state = state
         self.grads, self.structure = flatten(grads, "grads")
         self.params: Leaves | None = None if params is None else flatten(params)[0]
-        self.step = step if isinstance(step, Tensor) else torch.full((), step, dtype=torch.int64)
-        self.present: Mapping[str, Tensor] = {} if present is None else present
+        self.step = (
+            step
+            if isinstance(step, Tensor)
+            else torch.full((), step, dtype=torch.int64, device="cpu")
+        )
+        self.present: Mapping[str, Any] = {} if present is None else present
         scalars["beta1"], scalars["beta2"] = _split(betas)
         self.given: dict[str, Any] = {k: v for k, v in scalars.items() if v is not None}
-        for name, value in self.given.items():
-            check_scalar(name, value)
+        for path, flag in self.present.items():
+            if not isinstance(flag, Tensor) or flag.dtype != torch.bool or flag.ndim:
+                raise ConfigurationError(f"present[{path!r}]={flag!r}: give a 0-d bool tensor")
         self.defaults: dict[str, Any] = {
             "lr": config.lr,
             "momentum": config.momentum,
             "weight_decay": config.weight_decay,
         }
+        # Everything that user code says is asked for here, before anything is computed.
         for values in (self.given, self.defaults):
-            decay = values.get("weight_decay")
-            if is_callable(decay):
-                by_leaf = masked_decay(decay, signature(self.params or {}))
-                values["weight_decay"] = decay if by_leaf is None else dict(by_leaf)
+            for name, value in values.items():
+                values[name] = self._evaluated(name, value)
+
+    def _evaluated(self, name: str, value: Any) -> Any:
+        """A scalar without callables: masks by leaf, schedules at this step."""
+        if isinstance(value, Mapping):
+            entries: Mapping[str, Any] = value
+            return {path: self._evaluated(f"{name}[{path!r}]", v) for path, v in entries.items()}
+        check_scalar(name, value)
+        if not is_callable(value):
+            return value
+        by_leaf = None
+        if name == "weight_decay":
+            by_leaf = masked_decay(value, signature(self.params or {}))
+        value = value(self.step) if by_leaf is None else dict(by_leaf)
+        if is_callable(value) or value is None:
+            raise ConfigurationError(f"{name}: its callable returned {value!r}, which is no scalar")
+        return self._evaluated(name, value)
 
     # ---- planning --------------------------------------------------------------------------------
 
@@ -77,7 +97,7 @@ class Call:
                 for name, store in by_rule.items()
                 for slot, leaves in store.items()
             ),
-            tuple(self.state["missed"]),
+            signature(self.state["missed"]),
             None if self.params is None else signature(self.params),
             self._named(),
             self._decays(),
@@ -111,7 +131,7 @@ class Call:
     ) -> Tensor:
         """An option for some leaves: float64, 0-d or one entry per path."""
         default = self.defaults.get(option, default)
-        return resolve(self.given.get(option, default), default, self.step, paths, device)
+        return resolve(self.given.get(option, default), default, paths, device)
 
     def rate(self, group: Group) -> Tensor:
         """The learning rate of the leaves of a group."""
@@ -128,7 +148,7 @@ class Call:
             value = value if isinstance(value, Mapping) else default
         if is_zero(value):
             return None
-        return resolve(value, default, self.step, group.paths, group.device)
+        return resolve(value, default, group.paths, group.device)
 
     def count(self, paths: Sequence[str], device: torch.device) -> Tensor:
         """t of every leaf: its updates including this one, float64."""
@@ -144,6 +164,10 @@ class Call:
         always = torch.ones((), dtype=torch.bool, device=self.step.device)
         here = torch.stack([self.present.get(path, always) for path in paths])
         return torch.where(spread(here.to(new.device), new), new, old)
+
+    def flagged(self, plan: Plan) -> list[str]:
+        """Leaves with a gradient whose presence a flag decides."""
+        return [path for path in self.present if path not in plan.idle]
 
     def store(self, group: Group, slot: str, state: State | None = None) -> dict[str, Tensor]:
         """Path -> tensor of one slot of a group, in the state of this call or another."""
@@ -171,5 +195,9 @@ def spread(values: Tensor, stack: Tensor) -> Tensor:
 def _split(betas: Any) -> tuple[Any, Any]:
     if isinstance(betas, Mapping):
         pairs: Mapping[str, Any] = betas
-        return {p: pair[0] for p, pair in pairs.items()}, {p: pair[1] for p, pair in pairs.items()}
-    return (None, None) if betas is None else (betas[0], betas[1])
+        return tuple({path: _split(pair)[i] for path, pair in pairs.items()} for i in (0, 1))  # pyright: ignore[reportReturnType]
+    if betas is None:
+        return None, None
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ConfigurationError(f"betas={betas!r}: give a pair, or a dict path -> pair")
+    return betas[0], betas[1]

@@ -67,7 +67,7 @@ def explain(params: nn.Module | Tree, opt: Transformation | None = None) -> Expl
     if isinstance(params, nn.Module):
         leaves = dict(params.named_parameters())
         routed = route(params)
-        assignments = routed if config.labels is None else config.assign(leaves)
+        assignments = config.assign(leaves, routed)
         # Labels that repeat the routing have its reasons.
         same = [path for path in leaves if routed[path].label == assignments[path].label]
         assignments = assignments | {path: routed[path] for path in same}
@@ -93,7 +93,8 @@ def _row(config: Configuration, path: str, leaf: Tensor | None, assignment: Assi
         f"{count}{rows} x {columns}" + (f" ({times} blocks)" if times > 1 else "")
         for (rows, columns), times in Counter(sides).items()
     )
-    return Row(path, shape, "muon", matrices, f"{config.scale(*sides[0]):.4g}", assignment.reason)
+    scale = "" if 0 in shape else f"{config.scale(*sides[0]):.4g}"
+    return Row(path, shape, "muon", matrices, scale, assignment.reason)
 
 
 def _summary(

@@ -23,6 +23,7 @@ from torch import Tensor
 from fmuon.auxiliary import Rule, adamw
 from fmuon.base import (
     ConfigurationError,
+    LeafError,
     Matrix,
     Scalar,
     Stack,
@@ -108,8 +109,9 @@ class Muon(Configuration):
                 updates[path] = torch.zeros_like(state["momentum"][path])
             for path in plan.idle:
                 new["missed"][path] = state["missed"][path] + 1
-            for path, here in call.present.items():
-                new["missed"][path] = state["missed"][path] + here.logical_not()
+            for path in call.flagged(plan):
+                absent = call.present[path].logical_not()
+                new["missed"][path] = state["missed"][path] + absent
             return call.structure.rebuild(updates), new
 
     @torch.no_grad()
@@ -133,6 +135,9 @@ class Muon(Configuration):
             momentum=momentum, betas=betas, eps=eps, present=present,
         )  # fmt: skip
         plan = call.plan()
+        for path, weight in (call.params or {}).items():
+            if weight is not None and 0 in weight.stride() and not _is_writable(weight):
+                raise LeafError(f"{path!r}: an expanded tensor can't be written; pass a copy")
         for group in plan.groups:
             changes, slots = _advance(group, call)
             torch._foreach_add_(call.weights(group), changes)
@@ -141,8 +146,8 @@ class Muon(Configuration):
                 torch._foreach_copy_([store[path] for path in group.paths], tensors)
         for path in plan.idle:
             state["missed"][path].add_(1)
-        for path, here in call.present.items():
-            state["missed"][path].add_(here.logical_not())
+        for path in call.flagged(plan):
+            state["missed"][path].add_(call.present[path].logical_not())
 
 
 def _advance(group: Group, call: Call) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
@@ -174,7 +179,11 @@ def _matrices(bucket: Bucket, call: Call) -> tuple[list[Tensor], dict[str, list[
             new, grad, b, t, nesterov=config.nesterov, bias_correction=config.bias_correction
         )
         rate = call.of("lr", spec.paths, device) * _constant(spec.scales, device)
-        update = config.orthogonalize(look) * spread(-rate, grad).to(grad.dtype)
+        # In parts: a method may need several times the memory of what it is given.
+        parts = [config.orthogonalize(part) for part in look.split(spec.chunk)]
+        update = (parts[0] if len(parts) == 1 else torch.cat(parts)) * spread(-rate, grad).to(
+            grad.dtype
+        )
         updates.append(call.masked(update, spec.paths))
         averages.append(call.masked(new, spec.paths, moment))
     return unstack(bucket, updates), {"momentum": unstack(bucket, averages)}
@@ -231,6 +240,10 @@ def _owned(new: Tensor, old: Tensor) -> Tensor:
 def _memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:
     order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
     return order, [order.index(axis) for axis in range(tensor.ndim)]
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    return all(s or size == 1 for s, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _zeros(leaf: Tensor) -> Tensor:

@@ -78,11 +78,13 @@ class NewtonSchulz:
         family = coefficient_set(self.coefficients)
         x, dtype = _NORMS[self.norm](x, family.norm_safety, self.eps), x.dtype
         x = x.to(self._compute_dtype(x))
-        for a, b, c in family.polynomials(self.steps):
-            gram = x @ x.mT
-            # b A + c A A, then a X + (b A + c A A) X: one fused product each.
-            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-            x = torch.baddbmm(x, polynomial, x, beta=a)
+        # The dtype is this object's to choose, not an autocast region's around the step.
+        with torch.autocast(x.device.type, enabled=False):
+            for a, b, c in family.polynomials(self.steps):
+                gram = x @ x.mT
+                # b A + c A A, then a X + (b A + c A A) X: one fused product each.
+                polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+                x = torch.baddbmm(x, polynomial, x, beta=a)
         return x.to(dtype)
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:

@@ -38,7 +38,7 @@ class Assignment(NamedTuple):
 
 
 # One whole component of a path says what the leaf is: "multihead_attn" is no head.
-_EMBEDDING = re.compile(r"(.+_)?(un)?embed(s|der|dings?)?(_.+)?|emb|w[tp]e", re.IGNORECASE)
+_EMBEDDING = re.compile(r"(.+_)?(un)?embed(s|der|dings?)?(_.+)?|(.+_)?emb|w[tp]e", re.IGNORECASE)
 _HEAD = re.compile(r"(.+_)?head|classifier", re.IGNORECASE)
 
 
@@ -46,20 +46,31 @@ def by_name_and_shape(path: str, shape: tuple[int, ...]) -> Assignment:
     """The default rule for a leaf of which only the path and the shape are known."""
     if len(shape) < 2 or sum(side != 1 for side in shape) < 2:
         return Assignment("auxiliary", "a vector" if len(shape) < 2 else "a vector in disguise")
+    components = path.split(".")
     for pattern, what in ((_EMBEDDING, "an embedding"), (_HEAD, "an output head")):
-        for component in path.split("."):
+        for component in components:
             if pattern.fullmatch(component):
                 return Assignment("auxiliary", f"{what}, by the name {component!r}")
+    if components[0] == "output" and len(components) <= 2:
+        return Assignment("auxiliary", "an output head, by the name 'output'")
     if len(shape) > 2:
         return Assignment("auxiliary", _UNDECLARED)
     return Assignment(Matrix(), "a matrix")
 
 
-def assign(leaves: Mapping[str, Leaf], labels: Labels) -> dict[str, Assignment]:
-    """Every leaf's assignment; raises `LeafError` for keys and labels that fit no leaf."""
+def assign(
+    leaves: Mapping[str, Leaf], labels: Labels, routed: Mapping[str, Assignment] | None = None
+) -> dict[str, Assignment]:
+    """Every leaf's assignment; raises `LeafError` for keys and labels that fit no leaf.
+
+    A leaf that `labels` leave out gets what the module's routing says, where there is one, or what
+    its path and shape say.
+    """
     if isinstance(labels, tuple):
         check_keys(labels, leaves)
-    assignments = {path: _assign(path, leaf, labels) for path, leaf in leaves.items()}
+    assignments = {
+        path: _assign(path, leaf, labels, (routed or {}).get(path)) for path, leaf in leaves.items()
+    }
     _warn_of_undeclared(assignments, {path: leaf.shape for path, leaf in leaves.items()})
     return assignments
 
@@ -93,10 +104,10 @@ def _depth_of_caller() -> int:
     return depth
 
 
-def _assign(path: str, leaf: Leaf, labels: Labels) -> Assignment:
+def _assign(path: str, leaf: Leaf, labels: Labels, routed: Assignment | None) -> Assignment:
     label, source = declared(path, leaf, labels)
     if label is None:
-        return by_name_and_shape(path, leaf.shape)
+        return by_name_and_shape(path, leaf.shape) if routed is None else routed
     if label == "error":
         raise LeafError(
             f"{path!r} (shape {leaf.shape}): {source} says 'error'; add a label for it before that"
@@ -270,8 +281,11 @@ ROUTES: tuple[Callable[[_Role], Assignment | None], ...] = (
 )
 
 
-def route(module: nn.Module) -> dict[str, Assignment]:
+def route(module: nn.Module, *, frozen: bool = True) -> dict[str, Assignment]:
     """Every parameter's assignment by the types of the layers that hold it, keyed by path.
+
+    With `frozen=False`, parameters that don't require a gradient get what they would get if they
+    did.
 
     A parameter that several layers share (tied weights) gets one: the auxiliary rule if any of
     them asks for it, whichever name comes first.
@@ -283,7 +297,7 @@ def route(module: nn.Module) -> dict[str, Assignment]:
             path = f"{prefix}.{name}" if prefix else name
             roles.setdefault(id(parameter), []).append(_Role(path, owner, name, parameter))
     parameters = dict(module.named_parameters())
-    assignments = {path: _route(path, roles[id(p)]) for path, p in parameters.items()}
+    assignments = {path: _route(path, roles[id(p)], frozen) for path, p in parameters.items()}
     _warn_of_undeclared(assignments, {path: tuple(p.shape) for path, p in parameters.items()})
     return {outer + path: assignment for path, assignment in assignments.items()}
 
@@ -300,8 +314,8 @@ def unwrapped_module(module: nn.Module) -> tuple[str, nn.Module]:
             return prefix, module
 
 
-def _route(path: str, roles: list[_Role]) -> Assignment:
-    if not roles[0].parameter.requires_grad:
+def _route(path: str, roles: list[_Role], frozen: bool) -> Assignment:
+    if frozen and not roles[0].parameter.requires_grad:
         return Assignment("frozen", "requires_grad is False")
     found = [(role, next(a for r in ROUTES if (a := r(role)) is not None)) for role in roles]
     for role, assignment in found:

@@ -57,7 +57,15 @@ class Configuration:
 
     def __post_init__(self) -> None:
         for name in ("lr", "momentum", "weight_decay"):
-            check_scalar(name, getattr(self, name))
+            value = getattr(self, name)
+            if isinstance(value, Mapping | torch.nn.Module):
+                raise ConfigurationError(
+                    f"{name}: a {type(value).__name__} is no scalar; give a number, a 0-d tensor "
+                    f"or a callable of the step (values for single leaves are given to update)"
+                )
+            check_scalar(name, value)
+        if not (self.labels is None or isinstance(self.labels, tuple) or callable(self.labels)):
+            raise ConfigurationError(f"labels={self.labels!r}; give a dict, a callable, or None")
         if self.missing not in MISSING:
             raise ConfigurationError(
                 f"missing={self.missing!r}; known: {', '.join(map(repr, MISSING))}"
@@ -72,7 +80,7 @@ class Configuration:
             )
         for key, label in self.labels if isinstance(self.labels, tuple) else ():
             check_key(key)
-            self._check_label(f"labels[{key!r}]", label)
+            self.check_label(f"labels[{key!r}]", label)
 
     @property
     def rules(self) -> dict[str | None, Rule]:
@@ -83,7 +91,8 @@ class Configuration:
         """The name of the rule that a label other than a `Matrix` stands for."""
         return label if label in self.rules else next(iter(self.rules))
 
-    def _check_label(self, where: str, label: Any) -> None:
+    def check_label(self, where: str, label: Any) -> None:
+        """Refuse what is no label of this configuration."""
         names = [name for name in self.rules if name is not None]
         if isinstance(label, Matrix) or label in (*_LABELS, *names):
             return
@@ -93,22 +102,30 @@ class Configuration:
             f"{', '.join(map(repr, known))}{near_misses(str(label), known)}"
         )
 
-    def assign(self, leaves: Mapping[str, Tensor | None]) -> dict[str, Assignment]:
-        """Every leaf's label and reason, checked against what the leaf is."""
+    def assign(
+        self,
+        leaves: Mapping[str, Tensor | None],
+        routed: Mapping[str, Assignment] | None = None,
+    ) -> dict[str, Assignment]:
+        """Every leaf's label and reason, checked against what the leaf is.
+
+        `routed` is what the module says of leaves that have no label here.
+        """
         tensors = {path: leaf for path, leaf in leaves.items() if leaf is not None}
         specs = {path: Leaf(tuple(leaf.shape), leaf.dtype) for path, leaf in tensors.items()}
-        assignments = assign(specs, self.labels)
+        assignments = assign(specs, self.labels, routed)
         for path, (label, _, _) in assignments.items():
-            self._check_label(repr(path), label)
+            self.check_label(repr(path), label)
             if label != "frozen":
-                _check_trainable(path, tensors[path])
+                check_trainable(path, tensors[path])
             if isinstance(label, Matrix):
                 label.view(path, specs[path].shape)
         none = {path: Assignment("frozen", "None") for path in leaves if path not in tensors}
         return {path: (assignments | none)[path] for path in leaves}
 
 
-def _check_trainable(path: str, leaf: Tensor) -> None:
+def check_trainable(path: str, leaf: Tensor) -> None:
+    """Refuse a leaf that no rule can train: sparse, complex or of integers."""
     if leaf.layout != torch.strided:
         raise LeafError(f"{path!r}: sparse parameter ({leaf.layout}); make it dense")
     if leaf.dtype.is_complex:
@@ -149,6 +166,7 @@ class Spec(NamedTuple):
 
 
 Specs: TypeAlias = Mapping[str, Spec | None]
+Held: TypeAlias = dict[tuple[str | None, str], Spec]
 # The same as nested tuples of constants, which dynamo hands to code that it doesn't trace.
 Signature: TypeAlias = tuple[tuple[str, tuple[Any, ...] | None], ...]
 
@@ -210,7 +228,7 @@ def _plan_update(
     grads: Signature,
     momentum: Signature,
     slots: tuple[tuple[str | None, str, Signature], ...],
-    known: tuple[str, ...],
+    missed: Signature,
     params: Signature | None,
     named: tuple[tuple[str, str], ...],
     decays: bool,
@@ -222,33 +240,33 @@ def _plan_update(
         grads: of the gradients.
         momentum: of the state's momentum.
         slots: (rule name, slot name, leaves) of the state's auxiliary slots.
-        known: paths of all leaves of the state.
+        missed: of the state's counts, which name all of its leaves.
         params: of the params where they were passed.
         named: (option, path) for every leaf that a per-call dict names.
         decays: whether a weight decay other than the constant 0 needs the params.
     """
     gradients = _specs(grads)
     weights = None if params is None else _specs(params)
-    stored = _stored(momentum, slots)
-    _check_names(config, gradients, known, weights, named, decays)
+    counts = _specs(missed)
+    _check_names(config, gradients, tuple(counts), weights, named, decays)
+    stored = _stored(momentum, slots, counts)
     matrices: list[MatrixLeaf] = []
     others: dict[RuleGroup, list[str]] = {}
     idle: list[str] = []
     empty: list[str] = []
-    for path in sorted(known):
-        holders, moment = stored.get(path, (frozenset[str | None](), None))
-        gradient = gradients[path]
-        like = moment or gradient
+    for path in sorted(counts):
+        gradient, held = gradients[path], stored[path]
         if gradient is None and config.missing == "error":
             raise LeafError(
                 f"{path!r}: its gradient is None and missing='error'; pass a gradient, or choose "
                 f"missing='skip' (leave the leaf alone) or 'zero' (as if it were zero)"
             )
+        like = next(iter(held.values()), gradient)
         if like is None or (gradient is None and config.missing == "skip"):
             idle.append(path)
             continue
-        _check_shapes(path, gradient, like, weights)
-        label = _label_in_state(config, path, like, holders)
+        _check_tensors(path, gradient, held, like, None if weights is None else weights[path])
+        label = _label_in_state(config, path, like, held)
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         if not isinstance(label, Matrix):
             name = config.rule_name(label)
@@ -269,15 +287,20 @@ def _plan_update(
 
 
 def _stored(
-    momentum: Signature, slots: tuple[tuple[str | None, str, Signature], ...]
-) -> dict[str, tuple[frozenset[str | None], Spec | None]]:
-    """Path -> (who holds it, as what): `_MOMENTUM` or names of rules."""
-    stored: dict[str, tuple[frozenset[str | None], Spec | None]] = {}
-    sources = [(_MOMENTUM, momentum), *((name, leaves) for name, _, leaves in slots)]
-    for holder, leaves in sources:
+    momentum: Signature, slots: tuple[tuple[str | None, str, Signature], ...], missed: Specs
+) -> dict[str, Held]:
+    """Path -> what the state holds of it, by (holder, slot); a holder is `_MOMENTUM` or a rule."""
+    stored: dict[str, Held] = {path: {} for path in missed}
+    sources = [(_MOMENTUM, _MOMENTUM, momentum), *slots]
+    for holder, slot, leaves in sources:
         for path, spec in _specs(leaves).items():
-            holders, _ = stored.get(path, (frozenset[str | None](), None))
-            stored[path] = holders | {holder}, spec
+            if path not in stored:
+                raise StateError(f"{path!r}: the state holds {slot!r} for it, but no 'missed'")
+            assert spec is not None
+            stored[path][holder, slot] = spec
+    for path, spec in missed.items():
+        if spec is None or spec.shape != ():
+            raise StateError(f"{path!r}: its 'missed' must be a 0-d tensor")
     return stored
 
 
@@ -317,47 +340,49 @@ def _is_frozen(config: Configuration, path: str, spec: Spec) -> bool:
     return declared(path, Leaf(spec.shape, spec.dtype), config.labels)[0] == "frozen"
 
 
-def _check_shapes(path: str, grad: Spec | None, like: Spec, params: Specs | None) -> None:
-    if grad is not None:
-        if grad.layout != torch.strided:
+def _check_tensors(
+    path: str, grad: Spec | None, held: Held, like: Spec, param: Spec | None
+) -> None:
+    """All tensors of a leaf have one shape and one device, and are dense and floating point."""
+    if grad is not None and grad.layout != torch.strided:
+        raise LeafError(
+            f"{path!r}: sparse gradient ({grad.layout}); make it dense with .to_dense(), or build "
+            f"the layer with sparse=False"
+        )
+    tensors = {"gradient": grad, "param": param}
+    tensors |= {f"state {slot!r}": spec for (_, slot), spec in held.items()}
+    for what, spec in tensors.items():
+        if spec is None:
+            continue
+        if not spec.dtype.is_floating_point:
+            raise LeafError(f"{path!r}: {what} of dtype {spec.dtype}; floating point needed")
+        if spec.shape != like.shape or spec.device != like.device:
             raise LeafError(
-                f"{path!r}: sparse gradient ({grad.layout}); make it dense with .to_dense(), or "
-                f"build the layer with sparse=False"
-            )
-        if not grad.dtype.is_floating_point:
-            raise LeafError(f"{path!r}: gradient of dtype {grad.dtype}; floating point needed")
-    own = None if params is None else params[path]
-    for what, spec in (("gradient", grad), ("param", own)):
-        if spec is not None and spec.shape != like.shape:
-            raise LeafError(
-                f"{path!r}: {what} of shape {spec.shape}, state of shape {like.shape}; the two "
-                f"must be equal (init(params) makes a new state)"
+                f"{path!r}: {what} of shape {spec.shape} on {spec.device}, state of shape "
+                f"{like.shape} on {like.device}; the two must be equal (init(params) makes a new "
+                f"state)"
             )
 
 
-def _label_in_state(
-    config: Configuration, path: str, like: Spec, holders: frozenset[str | None]
-) -> Label:
+def _label_in_state(config: Configuration, path: str, like: Spec, held: Held) -> Label:
     """The label of a leaf of the state; what the state holds and the configuration must agree."""
     label, source = declared(path, Leaf(like.shape, like.dtype), config.labels)
-    has_momentum = _MOMENTUM in holders
-    if label is None and has_momentum:
-        if len(like.shape) != 2:
-            raise StateError(
-                f"{path!r}: the state has a momentum of shape {like.shape}, for which this opt "
-                f"declares no matrix view; use the opt that made this state"
-            )
-        return Matrix()
+    has_momentum = (_MOMENTUM, _MOMENTUM) in held
+    if label is None and has_momentum and len(like.shape) != 2:
+        raise StateError(
+            f"{path!r}: the state has a momentum of shape {like.shape}, for which this opt "
+            f"declares no matrix view; use the opt that made this state"
+        )
     if label is None:
-        label, source = "auxiliary", "the default"
+        label, source = (Matrix() if has_momentum else "auxiliary"), "the default"
     label = as_view(path, like.shape, label)
-    expected = _MOMENTUM if isinstance(label, Matrix) else config.rule_name(label)
-    if (
-        label in ("frozen", "error")
-        or holders - {expected}
-        or (has_momentum < (expected == _MOMENTUM))
-    ):
-        found = "a momentum" if has_momentum else "no momentum"
+    if isinstance(label, Matrix):
+        expected = {(_MOMENTUM, _MOMENTUM)}
+    else:
+        name = config.rule_name(label)
+        expected = {(name, slot) for slot in config.rules[name].slots}
+    if label in ("frozen", "error") or set(held) != expected:
+        found = ", ".join(repr(slot) for _, slot in held) or "nothing"
         raise StateError(
             f"{path!r}: {source} says {label!r}, but the state holds {found} for it; use the opt "
             f"that made this state"

@@ -27,9 +27,10 @@ def check_scalar(name: str, value: Any) -> None:
             allowed = "in [0, 1)" if unit else "finite and not negative"
             raise ConfigurationError(f"{name}={value}: must be {allowed}")
     elif isinstance(value, Tensor):
-        if value.ndim:
+        if value.ndim or value.is_complex():
             raise ConfigurationError(
-                f"{name}: a tensor of shape {tuple(value.shape)}; a 0-d tensor is needed"
+                f"{name}: a tensor of shape {tuple(value.shape)} and dtype {value.dtype}; a real "
+                f"0-d tensor is needed"
             )
     elif not callable(value):
         raise ConfigurationError(
@@ -59,25 +60,21 @@ def is_mask(value: Any) -> bool:
     return len(required) == 2
 
 
-def resolve(
-    value: Scalars, default: Any, step: Tensor, paths: Sequence[str], device: torch.device
-) -> Tensor:
+def resolve(value: Any, default: Any, paths: Sequence[str], device: torch.device) -> Tensor:
     """The value for some leaves: float64, 0-d or (from a dict) one entry per leaf.
 
-    Leaves that a dict doesn't name get the default. A schedule is called with the step.
+    Leaves that a dict doesn't name get the default.
     """
     if not isinstance(value, Mapping):
-        return _tensor(value, step, device)
+        return _tensor(value, device)
     values = [value.get(path, default) for path in paths]
     if all(entry is values[0] for entry in values):
-        return _tensor(values[0], step, device)
-    return torch.stack([_tensor(entry, step, device) for entry in values])
+        return _tensor(values[0], device)
+    return torch.stack([_tensor(entry, device) for entry in values])
 
 
-def _tensor(value: Any, step: Tensor, device: torch.device) -> Tensor:
-    if is_callable(value):
-        value = value(step)
+def _tensor(value: Any, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=torch.float64)
-    # Not as_tensor: under torch.compile that makes every value a graph of its own.
-    return torch.full((), value, dtype=torch.float64, device=device)
+    # Not as_tensor or full: under torch.compile they make every value a graph of its own.
+    return torch.ones((), dtype=torch.float64, device=device) * value

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-from fmuon.base import lookup
+from fmuon.base import ConfigurationError, lookup
 
 ScaleRule: TypeAlias = Callable[[int, int], float]
 
@@ -51,4 +51,11 @@ SCALES: dict[str, ScaleRule] = {
 
 def scale_rule(rule: str | ScaleRule) -> ScaleRule:
     """The rule of that name; a callable (fan_out, fan_in) -> float passes through."""
-    return lookup(SCALES, rule, "scale") if isinstance(rule, str) else rule
+    if isinstance(rule, str):
+        return lookup(SCALES, rule, "scale")
+    if not callable(rule):
+        raise ConfigurationError(
+            f"scale={rule!r}: give a callable (fan_out, fan_in) -> float, or one of "
+            f"{', '.join(map(repr, SCALES))}"
+        )
+    return rule

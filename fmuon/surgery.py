@@ -36,7 +36,9 @@ def origins(
         StateError: lists all that is undeclared or declared in vain.
     """
     rename = rename or {}
-    kept = {rename.get(path, path): path for path in old if path not in drop}
+    staying = [path for path in old if path not in drop]
+    kept = {rename.get(path, path): path for path in staying}
+    targets = [rename.get(path, path) for path in staying]
     found = {
         "in the model but not in the state (declare in add or rename)": sorted(
             path for path in new if path not in kept and path not in add
@@ -47,6 +49,9 @@ def origins(
         "added, but the state has them": sorted(path for path in add if path in kept),
         "added, but not in the model": sorted(path for path in add if path not in new),
         "dropped or renamed, but not in the state": sorted({*drop, *rename} - set(old)),
+        "claimed by two leaves of the state": sorted(
+            {path for path in targets if targets.count(path) > 1}
+        ),
         "resized, but not kept": sorted(path for path in resize if path not in kept),
         "of another shape (declare in resize, if only the rows differ)": sorted(
             f"{path} {old[source]} -> {new[path]}"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameter pytree <-> flat leaves with path names (the only user of torch.utils._pytree)."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,11 @@ def _component(key: Any) -> str:
         if hasattr(key, field):
             return str(getattr(key, field))
     return str(key)
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """The tree with a function applied to its tensors."""
+    return pytree.tree_map_only(Tensor, function, tree)
 
 
 def unwrapped(path: str, wrappers: Iterable[str] = _WRAPPERS) -> str:

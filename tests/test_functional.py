@@ -627,7 +627,7 @@ def test_errors_of_options():
     assert_expected_inline(text(momentum=1.0), """momentum=1.0: must be in [0, 1)""")
     assert_expected_inline(text(momentum=-1), """momentum=-1: must be in [0, 1)""")
     assert_expected_inline(
-        text(lr=torch.ones(2)), """lr: a tensor of shape (2,); a 0-d tensor is needed"""
+        text(lr=torch.ones(2)), """lr: a tensor of shape (2,) and dtype torch.float32; a real 0-d tensor is needed"""
     )
     assert_expected_inline(
         text(lr="fast"),
@@ -689,7 +689,7 @@ def test_errors_of_updates_name_the_leaf():
     )
     assert_expected_inline(
         text(fmuon.LeafError, {"w": params["w"].T, "b": params["b"]}),
-        """'w': gradient of shape (4, 3), state of shape (3, 4); the two must be equal (init(params) makes a new state)""",
+        """'w': gradient of shape (4, 3) on cpu, state of shape (3, 4) on cpu; the two must be equal (init(params) makes a new state)""",
     )
     assert_expected_inline(
         text(fmuon.LeafError, {"w": params["w"].to_sparse(), "b": params["b"]}),
@@ -716,7 +716,7 @@ def test_errors_of_updates_name_the_leaf():
     )
     assert_expected_inline(
         text(fmuon.StateError, params, opt=fmuon.muon(labels={"w": "auxiliary"})),
-        """'w': labels['w'] says 'auxiliary', but the state holds a momentum for it; use the opt that made this state""",
+        """'w': labels['w'] says 'auxiliary', but the state holds 'momentum' for it; use the opt that made this state""",
     )
     assert_expected_inline(
         text(fmuon.StateError, params, opt=fmuon.muon(labels={"re:.*": fmuon.Matrix(0, 0)}))[:40],
