@@ -5,8 +5,10 @@ This module keeps param groups and per-parameter state in torch's format; each s
 `update_` under path names.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ from fmuon.partition import (
     route,
     unwrapped_module,
 )
-from fmuon.planning import check_not_empty
+from fmuon.planning import check_not_empty, check_trainable
 from fmuon.presets import PRESETS
 from fmuon.scalars import check_scalar
 from fmuon.surgery import origins, resized
@@ -44,13 +46,17 @@ _SCALARS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
 
 
 class _Member(NamedTuple):
-    """One trained parameter; a matrix has no rule."""
+    """One trained parameter of a group: a matrix, or one of the rule of that name.
+
+    `lr_factor` and `own_decay` are the rule's where the group's values are not.
+    """
 
     path: str
     group: int
-    lr_factor: float
-    rule: Rule | None
-    rule_name: str | None
+    is_matrix: bool = False
+    rule: str | None = None
+    lr_factor: float = 1.0
+    own_decay: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +101,9 @@ class FMuon(Optimizer):
         row |= options | ({} if lr is None else {"lr": lr})
         self._config = configuration_of(muon(**row))
         self._compile = compile
-        self._prepared: tuple[_Layout, Callable[..., None]] | None = None
+        self._steps: dict[_Layout, Callable[..., None]] = {}
+        if not (compile == "auto" or compile is False or isinstance(compile, str)):
+            raise ConfigurationError(f"compile={compile!r}: give 'auto', False, or a mode")
         first = next(iter(self._config.rules.values()))
         for name in ("lr", "momentum", "weight_decay"):
             value = getattr(self._config, name)
@@ -121,8 +129,9 @@ class FMuon(Optimizer):
                 f"matrices: pass the model, or say use_muon in the groups",
                 stacklevel=2,
             )
-        if isinstance(self._config.labels, tuple):
-            check_keys(self._config.labels, list(self._trained()))
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        if isinstance(self._config.labels, tuple) and not isinstance(params, nn.Module):
+            check_keys(self._config.labels, names)
 
     # ---- groups ----------------------------------------------------------------------------------
 
@@ -132,19 +141,25 @@ class FMuon(Optimizer):
         if isinstance(params, nn.Module):
             _, module = unwrapped_module(params)
             named = dict(module.named_parameters())
-            labelled = self._config.labels is not None
-            return self._named(named, self._config.assign(named) if labelled else route(module))
+            # Parameters that are frozen now are kept, as by any optimizer: they may be trained
+            # later.
+            return self._named(named, self._config.assign(named, route(module, frozen=False)))
         entries = list(params)
         if not entries:
             raise ValueError("params: the list of parameters is empty")
         if isinstance(entries[0], dict):
             return entries
         if isinstance(entries[0], tuple):
-            named = dict(entries)
-            return self._named(named, self._config.assign(named))
-        if self._config.labels is not None:
+            _check_unique([name for name, _ in entries])
+            return self._named(dict(entries), self._config.assign(dict(entries)))
+        if isinstance(self._config.labels, tuple):
             raise ConfigurationError("labels need names: pass the model, or named parameters")
-        return self._split([(None, p, self._guess(p)) for p in entries])
+        return self._split(
+            [
+                (None, p, self._default_label(f"params[{i}]", p, False))
+                for i, p in enumerate(entries)
+            ]
+        )
 
     def _named(
         self, named: Mapping[str, Tensor], assignments: Mapping[str, Assignment]
@@ -168,63 +183,69 @@ class FMuon(Optimizer):
         ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its labels come from `rules`, `use_muon`, `algorithm` or the shapes."""
+        """Add a group; its labels come from `rules`, `use_muon`, `algorithm` or the shapes.
+
+        In a group of matrices and other leaves, the rule's own weight decay and lr_scale count for
+        the others; everything else is the group's.
+        """
         group = dict(param_group)
-        params = group["params"]
-        entries = [params] if isinstance(params, Tensor) else list(params)
-        group["params"] = entries
+        if isinstance(group["params"], set):
+            raise TypeError("params: a set has no order; give a list")
+        entries = [group["params"]] if isinstance(group["params"], Tensor) else [*group["params"]]
         tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
         names: list[str] | None = group.get("param_names")
-        if isinstance(entries[0] if entries else None, tuple):
+        if entries and isinstance(entries[0], tuple):
             names = [str(entry[0]) for entry in entries]
-        paths = names or [f"groups[{len(self.param_groups)}][{i}]" for i in range(len(tensors))]
         if len(set(map(id, tensors))) < len(tensors):
             raise ValueError("some parameters appear more than once in a parameter group")
+        taken = [name for other in self.param_groups for name in other.get("param_names", ())]
+        _check_unique([*taken, *(names or ())])
         given = group.pop("rules", None) or [self._flag(group)] * len(tensors)
+        paths = names or [f"groups[{len(self.param_groups)}][{i}]" for i in range(len(tensors))]
         labels = [
-            self._default_label(path, tensor, names is not None)
-            if label is None
-            else self._label(path, tensor, label)
-            for path, tensor, label in zip(paths, tensors, given, strict=True)
+            self._label(path, tensor, rule, names is not None)
+            for path, tensor, rule in zip(paths, tensors, given, strict=True)
         ]
-        group["rules"] = [_encode(label) for label in labels]
+        group["params"], group["rules"] = entries, [_encode(label) for label in labels]
         self._add_defaults(group, labels)
-        for name in ("lr", "weight_decay", "momentum", "eps", "lr_scale"):
-            if name in group:
-                check_scalar(name, group[name])
+        _check_values(group)
         super().add_param_group(group)
         added = self.param_groups[-1]
         if isinstance(added["lr"], Tensor):
             # One tensor in two groups would make their schedulers write over each other.
             added["lr"] = added["lr"].clone()
-        self._prepared = None
 
-    def _guess(self, parameter: Tensor) -> Label:
-        """The label of a parameter of which only the shape is known."""
-        if parameter.ndim != 2 or 1 in parameter.shape:
-            return "auxiliary"
-        self._guessed.append(tuple(parameter.shape))
-        return Matrix()
-
-    def _default_label(self, path: str, tensor: Tensor, has_name: bool) -> Label:
-        if not has_name:
-            return self._guess(tensor)
-        shape = tuple(tensor.shape)
-        label, _ = declared(path, Leaf(shape, tensor.dtype), self._config.labels)
-        return (
-            by_name_and_shape(path, shape).label if label is None else as_view(path, shape, label)
-        )
-
-    def _label(self, path: str, tensor: Tensor, given: Any) -> Label:
+    def _label(self, path: str, tensor: Any, given: Any, has_name: bool) -> Label:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{path}: a {type(tensor).__name__}; an optimizer takes tensors")
         if given == "muon" and tensor.ndim != 2:
             raise LeafError(
                 f"{path!r} (shape {tuple(tensor.shape)}) is not a matrix; give the group "
                 f"rules=[fmuon.Matrix(...)], or train it by the auxiliary rule"
             )
-        label = _decode(given)
+        label = self._default_label(path, tensor, has_name) if given is None else _decode(given)
+        self._config.check_label(repr(path), label)
+        if label == "error":
+            raise LeafError(f"{path!r}: its label is 'error'; give it another")
+        if label != "frozen":
+            check_trainable(path, tensor)
         if isinstance(label, Matrix):
             label.view(path, tuple(tensor.shape))
         return label
+
+    def _default_label(self, path: str, tensor: Tensor, has_name: bool) -> Label:
+        """The label of a parameter in a group that says nothing: by `labels`, name and shape."""
+        shape, labels = tuple(tensor.shape), self._config.labels
+        if has_name or callable(labels):
+            label, _ = declared(path, Leaf(shape, tensor.dtype), labels)
+            if label is not None:
+                return as_view(path, shape, label)
+        if has_name:
+            return by_name_and_shape(path, shape).label
+        if len(shape) != 2 or 1 in shape:
+            return "auxiliary"
+        self._guessed.append(shape)
+        return Matrix()
 
     def _flag(self, group: Mapping[str, Any]) -> Any:
         """The label of a whole group by the flags that other optimizers use; None without."""
@@ -237,14 +258,22 @@ class FMuon(Optimizer):
         return None if algorithm is None else lookup(known, algorithm, "algorithm")
 
     def _add_defaults(self, group: dict[str, Any], labels: Sequence[Label]) -> None:
-        """A group without matrices takes what its rule says."""
-        if any(isinstance(label, Matrix) for label in labels) or not labels:
+        """Betas and eps are those of the group's rule; without matrices the other values too."""
+        names = {self._config.rule_name(x) for x in labels if _is_auxiliary(x)}
+        rules = [self._config.rules[name] for name in names]
+        if not rules:
             return
-        rule = self._config.rules[self._config.rule_name(labels[0])]
-        own = {"betas": rule.betas, "eps": rule.eps, "lr_scale": rule.lr_scale}
-        if rule.weight_decay is not None:
-            own["weight_decay"] = rule.weight_decay
+        own: dict[str, Any] = {"betas": rules[0].betas, "eps": rules[0].eps}
+        if not any(isinstance(label, Matrix) for label in labels):
+            own["lr_scale"] = rules[0].lr_scale
+            if rules[0].weight_decay is not None:
+                own["weight_decay"] = rules[0].weight_decay
         for name, value in own.items():
+            if name not in group and any(getattr(rule, name) != value for rule in rules):
+                raise ConfigurationError(
+                    f"a group whose rules {sorted(map(str, rules))} differ in {name}: say {name} "
+                    f"in the group, or make a group for each rule"
+                )
             group.setdefault(name, value)
 
     # ---- step ------------------------------------------------------------------------------------
@@ -295,18 +324,20 @@ class FMuon(Optimizer):
             if parameter in self.state:
                 continue
             dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            if isinstance(label, Matrix):
-                slots: tuple[str, ...] = ("momentum",)
-            else:
-                slots = self._config.rules[self._config.rule_name(label)].slots
             state: dict[str, Tensor] = {
-                _SLOTS[slot]: torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                for slot in slots
+                name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                for name in self._buffers(label)
             }
             # A CPU tensor would keep a compiled step out of CUDA graphs.
-            device = None if mode is None else parameter.device
+            device = "cpu" if mode is None else parameter.device
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             self.state[parameter] = state
+
+    def _buffers(self, label: Label) -> list[str]:
+        """Names of the buffers of a parameter with that label."""
+        if isinstance(label, Matrix):
+            return [_SLOTS["momentum"]]
+        return [_SLOTS[slot] for slot in self._config.rules[self._config.rule_name(label)].slots]
 
     def _advance(
         self,
@@ -352,25 +383,31 @@ class FMuon(Optimizer):
 
     def _prepare(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> Callable[..., None]:
         """The function that does the step for these parameters, made anew only when they change."""
-        members: list[_Member] = []
-        with_matrices = [
+        mixed = [
             any(isinstance(_decode(rule), Matrix) for rule in group["rules"])
             for group in self.param_groups
         ]
-        for path, (index, _, label) in params.items():
-            name = None if isinstance(label, Matrix) else self._config.rule_name(label)
-            rule = None if isinstance(label, Matrix) else self._config.rules[name]
-            # A group of auxiliary leaves alone has the rule's ratio in its lr_scale.
-            factor = rule.lr_scale if rule is not None and with_matrices[index] else 1.0
-            members.append(_Member(path, index, factor, rule, name))
+        members = tuple(
+            self._member(path, index, label, mixed[index])
+            for path, (index, _, label) in params.items()
+        )
         labels = tuple((path, label) for path, (_, _, label) in params.items())
         config = replace(self._config, labels=labels, auxiliary=_unscaled(self._config))
-        layout = _Layout(config, tuple(members))
-        if self._prepared is None or self._prepared[0] != layout:
-            step = _in_place_step(layout)
-            mode = self._mode(params)
-            self._prepared = layout, step if mode is None else compile_(step, mode)
-        return self._prepared[1]
+        layout = _Layout(config, members)
+        if layout not in self._steps:
+            step, mode = _in_place_step(layout), self._mode(params)
+            self._steps[layout] = step if mode is None else compile_(step, mode)
+        return self._steps[layout]
+
+    def _member(self, path: str, group: int, label: Label, mixed: bool) -> _Member:
+        if isinstance(label, Matrix):
+            return _Member(path, group, is_matrix=True)
+        name = self._config.rule_name(label)
+        rule = self._config.rules[name]
+        if not mixed:
+            # A group of auxiliary leaves alone has the rule's values among its own.
+            return _Member(path, group, rule=name)
+        return _Member(path, group, False, name, rule.lr_scale, rule.weight_decay is not None)
 
     # ---- state dicts -----------------------------------------------------------------------------
 
@@ -382,7 +419,8 @@ class FMuon(Optimizer):
         """
         params = self._trained()
         self._create_state(params)
-        self._advance(params, dict.fromkeys(params))
+        if self._mode(params) is not None:
+            self._run(params, dict.fromkeys(params), [False] * len(params))
 
     def state_dict(self) -> dict[str, Any]:
         """torch's format, with the integer `fmuon_format` beside `state` and `param_groups`."""
@@ -413,8 +451,13 @@ class FMuon(Optimizer):
                 f"{FORMAT}; upgrade fmuon"
             )
         changes = {"rename": rename, "add": add, "drop": drop, "resize": resize}
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
         ordered = self._matched(state_dict, {name: c for name, c in changes.items() if c})
-        super().load_state_dict(ordered)
+        self._check_buffers(ordered)
+        with _without_hooks(self):
+            super().load_state_dict(ordered)
         # torch casts what it loads to the dtype of the parameter; take the saved tensors again.
         ids = [i for group in ordered["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
@@ -424,6 +467,22 @@ class FMuon(Optimizer):
                     # The count stays where it is, all else goes to the device of the parameter.
                     device = value.device if name == "step" else parameter.device
                     self.state[parameter][name] = value.to(device, copy=True)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _check_buffers(self, ordered: Mapping[str, Any]) -> None:
+        """Refuse state whose buffers are not those of the parameters' labels."""
+        for own, group in zip(self.param_groups, ordered["param_groups"], strict=False):
+            names = own.get("param_names", group["params"])
+            for name, index, rule in zip(names, group["params"], own["rules"], strict=False):
+                found = set(ordered["state"].get(index, {}))
+                wanted = {*self._buffers(_decode(rule)), "step"} if rule != "frozen" else set()
+                if found and found != wanted:
+                    raise StateError(
+                        f"parameter {name!r}: the state_dict holds {sorted(found)}, its label "
+                        f"{rule!r} needs {sorted(wanted)}; it was saved by another optimizer, or "
+                        f"with another label"
+                    )
 
     def _matched(self, saved: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         """The saved dict in the order of our groups and parameters, matched by name."""
@@ -463,16 +522,15 @@ class FMuon(Optimizer):
             for name, origin in source.items()
             if origin is not None and old[origin]
         }
-        by_name = {group.get("name"): group for group in saved_groups}
         ordered = [
             {
                 **{key: value for key, value in group.items() if key != "params"},
-                **by_name.get(group.get("name"), saved_groups[min(index, len(saved_groups) - 1)]),
+                **source,
                 "params": [ids[name] for name in group["param_names"]],
                 "param_names": list(group["param_names"]),
                 "rules": list(group["rules"]),
             }
-            for index, group in enumerate(groups)
+            for group, source in zip(groups, _counterparts(groups, saved_groups), strict=True)
         ]
         return {**saved, "state": state, "param_groups": ordered}
 
@@ -487,7 +545,7 @@ class FMuon(Optimizer):
         """Also called by load_state_dict; compiled code is made anew."""
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)
-        self._prepared = None
+        self._steps = {}
         self._guessed = []
 
 
@@ -522,12 +580,11 @@ def _in_place_step(layout: _Layout) -> Callable[..., None]:
         momentum: dict[str, Tensor] = {}
         flags = {} if present is None else dict(zip(params, present.unbind(), strict=True))
         for m in members:
-            if m.rule is None:
+            if m.is_matrix:
                 momentum[m.path] = states[m.path][_SLOTS["momentum"]]
             else:
-                for slot in m.rule.slots:
-                    own = auxiliary[m.rule_name]
-                    own[slot][m.path] = states[m.path][_SLOTS[slot]]
+                for slot, leaves in auxiliary[m.rule].items():
+                    leaves[m.path] = states[m.path][_SLOTS[slot]]
         nested = not isinstance(config.auxiliary, Rule)
         config.update_(
             params,
@@ -537,9 +594,11 @@ def _in_place_step(layout: _Layout) -> Callable[..., None]:
                 "auxiliary": auxiliary if nested else auxiliary[None],
                 "missed": missed,
             },
-            torch.zeros((), dtype=torch.int64),
+            torch.zeros((), dtype=torch.int64, device=table.device),
             lr=lr,
-            weight_decay=cells["weight_decay"],
+            weight_decay={
+                m.path: cells["weight_decay"][m.path] for m in members if not m.own_decay
+            },
             momentum=cells["momentum"],
             betas={m.path: (cells["beta1"][m.path], cells["beta2"][m.path]) for m in members},
             eps=cells["eps"],
@@ -566,7 +625,7 @@ def _table(groups: Sequence[Mapping[str, Any]]) -> Tensor:
         for group in groups
     ]
     if not any(isinstance(value, Tensor) for row in rows for value in row):
-        return torch.tensor(rows, dtype=torch.float64)
+        return torch.tensor(rows, dtype=torch.float64, device="cpu")
     device = next(v.device for row in rows for v in row if isinstance(v, Tensor))
     return torch.stack(
         [
@@ -607,6 +666,57 @@ def _decode(rule: Any) -> Label:
 
 def _dense(grad: Tensor | None, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if grad is None else grad.detach()
+
+
+def _counterparts(
+    groups: Sequence[Mapping[str, Any]], saved: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The saved group that each group takes its values from: of its name, or at its position."""
+    names = [group.get("name") for group in groups]
+    by_name = {group.get("name"): group for group in saved}
+    if None not in by_name and len(by_name) == len(saved) and set(names) <= set(by_name):
+        return [by_name[name] for name in names]
+    if len(groups) == len(saved):
+        return list(saved)
+    raise StateError(
+        f"the state_dict has {len(saved)} groups, the optimizer {len(groups)}, and their names "
+        f"{list(by_name)} and {names} don't tell which belongs to which; give groups a 'name'"
+    )
+
+
+@contextlib.contextmanager
+def _without_hooks(optimizer: Optimizer) -> Generator[None]:
+    """load_state_dict of torch without the hooks, which are run around ours."""
+    hooks = "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"
+    kept = {name: getattr(optimizer, name) for name in hooks}
+    for name in hooks:
+        setattr(optimizer, name, OrderedDict())
+    try:
+        yield
+    finally:
+        for name in hooks:
+            setattr(optimizer, name, kept[name])
+
+
+def _is_auxiliary(label: Label) -> bool:
+    return not isinstance(label, Matrix) and label != "frozen"
+
+
+def _check_unique(names: Sequence[str]) -> None:
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise ValueError(f"two parameters have the name {twice}; give every parameter its own")
+
+
+def _check_values(group: Mapping[str, Any]) -> None:
+    for name in ("lr", "weight_decay", "momentum", "eps", "lr_scale"):
+        if name in group:
+            check_scalar(name, group[name])
+    if "betas" in group:
+        betas = group["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ConfigurationError(f"betas={betas!r}: give a pair")
+        check_scalar("beta1", betas[0])
+        check_scalar("beta2", betas[1])
 
 
 def _saved_shape(state: Mapping[str, Any], default: tuple[int, ...]) -> tuple[int, ...]:

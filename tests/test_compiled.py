@@ -2,7 +2,9 @@
 """Graphs are counted with backends that compile nothing; inductor runs where its code matters."""
 
 import contextlib
+import functools
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,6 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 import fmuon
+
+
+class Result(NamedTuple):
+    value: torch.Tensor
+
 
 EXACT = fmuon.NewtonSchulz(dtype="float32")
 
@@ -160,6 +167,40 @@ def test_a_hundred_matrices_need_no_more_products_than_ten():
     products = [name for name in hundred if "mm" in name or "matmul" in name]
     assert sum(hundred[name] for name in products) == 15
     assert {name: ten[name] for name in products} == {name: hundred[name] for name in products}
+
+
+def test_numbers_do_not_recompile_through_the_module_functions():
+    params = params_of()
+    counter = counting()
+    update = fmuon.compile(fmuon.update, backend=counter)
+    state = fmuon.init(params)
+    for i in range(10):
+        _, state = update(params, state, i, lr=0.1 / (i + 1))
+    assert counter.frame_count == 1
+
+
+def test_a_float_lr_costs_two_graphs_where_fmuon_compile_is_not_used():
+    params = params_of()
+    counter = counting()
+    update = torch.compile(fmuon.update, fullgraph=True, backend=counter)
+    state = fmuon.init(params)
+    for i in range(11):
+        _, state = update(params, state, torch.tensor(i), lr=0.1 / (i + 1))
+    assert counter.frame_count <= 3
+
+
+def test_partials_have_caches_of_their_own():
+    params = params_of()
+    for i in range(12):
+        opt = fmuon.muon(0.01 * i)
+        update = fmuon.compile(functools.partial(opt.update, lr=0.1 * i), backend="eager")
+        update(params, opt.init(params), 0)
+
+
+def test_any_pytree_comes_out_of_a_mode_with_cuda_graphs():
+    step = fmuon.compile(lambda x: (Result(x + 1), [x]), mode="reduce-overhead")
+    result, _ = step(torch.ones(2))
+    assert torch.equal(result.value, torch.full((2,), 2.0))
 
 
 def test_errors_of_the_plan_arrive_as_they_are():

@@ -627,7 +627,8 @@ def test_errors_of_options():
     assert_expected_inline(text(momentum=1.0), """momentum=1.0: must be in [0, 1)""")
     assert_expected_inline(text(momentum=-1), """momentum=-1: must be in [0, 1)""")
     assert_expected_inline(
-        text(lr=torch.ones(2)), """lr: a tensor of shape (2,) and dtype torch.float32; a real 0-d tensor is needed"""
+        text(lr=torch.ones(2)),
+        """lr: a tensor of shape (2,) and dtype torch.float32; a real 0-d tensor is needed""",
     )
     assert_expected_inline(
         text(lr="fast"),
@@ -722,6 +723,103 @@ def test_errors_of_updates_name_the_leaf():
         text(fmuon.StateError, params, opt=fmuon.muon(labels={"re:.*": fmuon.Matrix(0, 0)}))[:40],
         """'b': labels['re:.*'] says Matrix(fan_out""",
     )
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state["auxiliary"]["nu"].pop("b"),
+        lambda state: state["momentum"].pop("w"),
+        lambda state: state["momentum"].update(x=torch.zeros(2, 2)),
+        lambda state: state["auxiliary"].pop("nu"),
+        lambda state: state["auxiliary"]["mu"].update(b=torch.zeros(1)),
+        lambda state: state["momentum"].update(w=torch.zeros(3, 4, dtype=torch.int32)),
+        lambda state: state["missed"].update(w=torch.zeros(2)),
+        lambda state: state.pop("missed"),
+    ],
+)
+def test_a_damaged_state_is_refused_before_anything_is_written(damage):
+    opt = fmuon.muon(0.1)
+    params = {"w": torch.randn(3, 4), "b": torch.randn(3)}
+    state = opt.init(params)
+    damage(state)
+    before = clone((params, state))
+    with pytest.raises(fmuon.FMuonError, match=r"'[wbx]'|no state of fmuon"):
+        fmuon.update_(opt, params, params, state, 0)
+    assert_same_bits((params, state), before)
+
+
+@pytest.mark.parametrize(
+    "scalars",
+    [
+        {"present": {"b": False}},
+        {"present": {"b": torch.ones(1)}},
+        {"lr": lambda step: None},
+        {"betas": 0.9},
+        {"betas": (0.9, 0.9, 0.9)},
+        {"betas": {"b": (0.9,)}},
+        {"lr": torch.tensor(1j)},
+        {"eps": {"b": lambda step: "x"}},
+    ],
+)
+def test_a_bad_scalar_is_refused_before_anything_is_written(scalars):
+    opt = fmuon.muon(0.1)
+    params = {"w": torch.randn(3, 4), "b": torch.randn(3)}
+    state = opt.init(params)
+    before = clone((params, state))
+    with pytest.raises(fmuon.FMuonError):
+        fmuon.update_(opt, params, params, state, 0, **scalars)
+    assert_same_bits((params, state), before)
+
+
+def test_an_expanded_param_cannot_be_written():
+    params = {"w": torch.randn(3, 4), "v": torch.randn(1, 4).expand(3, 4)}
+    opt = fmuon.muon(0.1)
+    before = clone(params)
+    with pytest.raises(fmuon.LeafError, match="'v': an expanded tensor"):
+        fmuon.update_(opt, params, clone(params), opt.init(params), 0)
+    assert_same_bits(params, before)
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_leaf_without_a_gradient_sits_out_once_whatever_its_flag_says(here):
+    params = {"w": torch.randn(3, 4), "v": torch.randn(3, 4)}
+    opt = fmuon.muon(0.1)
+    state, present = opt.init(params), {"w": torch.tensor(here)}
+    _, new = opt.update({"w": None, "v": params["v"]}, state, 0, present=present)
+    assert new["missed"]["w"] == 1
+    fmuon.update_(opt, params, {"w": None, "v": clone(params["v"])}, state, 0, present=present)
+    assert state["missed"]["w"] == 1
+
+
+def test_autocast_around_a_step_leaves_the_dtype_of_the_iteration_alone():
+    params = {"w": torch.randn(16, 24)}
+    expected = one_step(params, params)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same_bits(one_step(params, params), expected)
+
+
+def test_a_large_stack_of_one_leaf_is_orthogonalised_in_parts():
+    shapes = []
+
+    def recording(x):
+        shapes.append(tuple(x.shape))
+        return x
+
+    grad = {"experts": torch.randn(64, 8, 6)}
+    options = {"labels": {"experts": fmuon.Matrix(1, 2)}}
+    opt = fmuon.muon(orthogonalize=recording, max_stack_bytes=4 * 8 * 6 * 4, **options)
+    opt.update(grad, opt.init(grad), 0)
+    assert shapes == [(4, 6, 8)] * 16
+
+
+def test_an_unused_unit_does_not_make_meta_gradients_nan():
+    opt = fmuon.muon(differentiable=True)
+    params = {"w": torch.randn(3, 4), "b": torch.zeros(3)}
+    grad = torch.tensor([1.0, 0.0, 2.0], requires_grad=True)
+    updates, _ = opt.update({"w": params["w"], "b": grad}, opt.init(params), 0)
+    (slope,) = torch.autograd.grad(updates["b"].sum(), grad)
+    assert slope.isfinite().all()
 
 
 def test_a_frozen_leaf_may_have_a_gradient_and_has_no_state():

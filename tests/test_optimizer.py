@@ -217,11 +217,18 @@ def test_tied_weights_get_the_auxiliary_rule_whichever_comes_first(head_first):
     assert auxiliary["params"] == [model.embed.weight]
 
 
-def test_frozen_parameters_are_left_out():
+def test_a_frozen_parameter_is_left_alone_until_it_is_unfrozen():
     model = Model()
     model.first.requires_grad_(False)
     optimizer = make(model)
-    assert "first.weight" not in optimizer.param_groups[0]["param_names"]
+    before = model.first.weight.detach().clone()
+    train(model, optimizer, 2)
+    assert_same_bits(model.first.weight.detach(), before)
+    assert model.first.weight not in optimizer.state
+    model.first.requires_grad_(True)
+    train(model, optimizer, 1)
+    assert not torch.equal(model.first.weight, before)
+    assert optimizer.state[model.first.weight]["step"] == 1
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -582,3 +589,153 @@ def test_a_state_dict_of_another_optimizer_keeps_the_rules():
     group = optimizer.param_groups[0]
     assert group["lr"] == 0.5 and group["rules"].count("muon") == 3 and group["lr_scale"] == 1.0
     train(model, optimizer, 1)
+
+
+# ---- cases found by attack -------------------------------------------------------------------------
+
+
+def parameter(*shape):
+    return nn.Parameter(torch.randn(shape))
+
+
+def test_groups_without_a_name_keep_their_own_values_over_a_load():
+    groups = [
+        {"params": [("a", parameter(3, 4))], "lr": 0.1},
+        {"params": [("b", parameter(3, 4))], "lr": 0.2, "weight_decay": 0.5},
+    ]
+    optimizer = fmuon.FMuon(groups)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.5]
+    single = fmuon.FMuon([{"params": [p for g in groups for p in g["params"]]}])
+    with pytest.raises(fmuon.StateError, match="1 groups, the optimizer 2"):
+        optimizer.load_state_dict(single.state_dict())
+
+
+def test_a_label_for_one_leaf_leaves_the_routing_of_the_others():
+    model = Model()
+    optimizer = fmuon.FMuon(model, labels={"second.weight": fmuon.Matrix(blocks=(3, 3))})
+    assert "embed.weight" in optimizer.param_groups[1]["param_names"]
+    assert "head.weight" in optimizer.param_groups[1]["param_names"]
+    why = {
+        row.path: row.why
+        for row in fmuon.explain(model, fmuon.muon(labels={"embed.weight": "frozen"})).rows
+    }
+    assert why["first.weight"] == "a linear layer" and why["embed.weight"].startswith("labels")
+
+
+def test_two_parameters_with_one_name_are_refused():
+    with pytest.raises(ValueError, match=r"two parameters have the name \['w'\]"):
+        fmuon.FMuon([("w", parameter(2, 2)), ("w", parameter(2, 2))])
+    optimizer = fmuon.FMuon([("w", parameter(2, 2))])
+    with pytest.raises(ValueError, match=r"two parameters have the name \['w'\]"):
+        optimizer.add_param_group({"params": [("w", parameter(2, 2))]})
+
+
+@pytest.mark.parametrize("mode", [False, "default"])
+@pytest.mark.parametrize("missing", ["skip", "zero", "error"])
+def test_warming_up_moves_nothing_whatever_missing_means(counter, mode, missing):
+    model = Model()
+    optimizer = make(model, compile=mode, missing=missing)
+    train(model, optimizer, 1)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    for p in model.parameters():
+        p.grad = None
+    optimizer.warmup()
+    assert_same_bits((model.state_dict(), optimizer.state_dict()["state"]), before)
+
+
+def test_in_a_mixed_group_the_rule_keeps_its_betas_decay_and_ratio():
+    w, b = parameter(3, 3), parameter(3)
+    rule = fmuon.adamw((0.5, 0.6), eps=1e-3, lr_scale=0.5, weight_decay=0.0)
+    optimizer = fmuon.FMuon(
+        [{"params": [("w", w), ("b", b)]}], lr=0.1, weight_decay=1.0, auxiliary=rule
+    )
+    params = {"w": w.detach().clone(), "b": b.detach().clone()}
+    opt = fmuon.muon(0.1, weight_decay=1.0, auxiliary=rule)
+    state = opt.init(params)
+    for step in range(3):
+        grads = {k: torch.randn_like(p) for k, p in params.items()}
+        w.grad, b.grad = grads["w"].clone(), grads["b"].clone()
+        optimizer.step()
+        updates, state = opt.update(grads, state, step, params)
+        params = fmuon.apply_updates(params, updates)
+    assert_close({"w": w.detach(), "b": b.detach()}, params)
+
+
+def test_rules_that_differ_within_a_group_must_be_told_apart():
+    rules = {"one": fmuon.adamw((0.9, 0.99)), "two": fmuon.lion()}
+    group = {"params": [parameter(3), parameter(4)], "rules": ["one", "two"]}
+    with pytest.raises(fmuon.ConfigurationError, match=r"\['adamw', 'lion'\] differ in eps"):
+        fmuon.FMuon([group | {"betas": (0.9, 0.99)}], auxiliary=rules)
+
+
+def test_labels_that_no_step_could_follow_are_refused_at_the_door():
+    for group in (
+        {"rules": ["error"]},
+        {"rules": ["muno"]},
+        {"use_muon": True, "betas": (1.5, 2.0)},
+    ):
+        with pytest.raises(fmuon.FMuonError):
+            fmuon.FMuon([{"params": [parameter(3, 3)], **group}])
+    with pytest.raises(fmuon.LeafError, match="complex"):
+        fmuon.FMuon([("w", nn.Parameter(torch.randn(3, 3, dtype=torch.complex64)))])
+    with pytest.raises(fmuon.ConfigurationError, match="compile=3"):
+        fmuon.FMuon(Model(), compile=3)
+    w = parameter(4, 2)
+    optimizer = fmuon.FMuon([{"params": [w]}], preset="optax")
+    assert optimizer.param_groups[0]["rules"] == [
+        {"fan_out": 1, "fan_in": 0, "blocks": None, "blocks_in": None}
+    ]
+
+
+def test_toggling_requires_grad_compiles_once_per_set(counter):
+    model = Model()
+    optimizer = make(model, compile="default")
+    for seed in range(8):
+        model.first.requires_grad_(seed % 2 == 0)
+        train(model, optimizer, 1, seed)
+    assert counter.frame_count == 2
+
+
+def test_state_of_another_optimizer_is_refused_at_loading():
+    model = Model()
+    named = list(model.named_parameters())
+    peer = torch.optim.AdamW(named)
+    gradients(model)
+    peer.step()
+    optimizer = fmuon.FMuon([{"params": named}])
+    with pytest.raises(fmuon.StateError, match=r"'first\.weight'.*exp_avg.*momentum_buffer"):
+        optimizer.load_state_dict(peer.state_dict())
+    assert not optimizer.state
+
+
+def test_load_hooks_see_and_change_what_is_loaded():
+    model = Model(torch.bfloat16)
+    optimizer = make(model)
+    train(model, optimizer, 1)
+    other, seen = make(model), []
+
+    def before(_, state_dict):
+        state_dict["state"] = {
+            index: {name: torch.full_like(value, 7) for name, value in state.items()}
+            for index, state in state_dict["state"].items()
+        }
+
+    other.register_load_state_dict_pre_hook(before)
+    other.register_load_state_dict_post_hook(
+        lambda o: seen.append(o.state[model.first.weight]["momentum_buffer"])
+    )
+    other.load_state_dict(optimizer.state_dict())
+    assert seen[0].dtype == torch.float32 and (seen[0] == 7).all()
+
+
+def test_a_group_value_as_numpy_or_under_another_default_device():
+    model = Model()
+    with torch.device("meta"):
+        optimizer = make(model)
+        optimizer.step()
+    gradients(model)
+    with torch.device("meta"):
+        optimizer.step()
+    assert optimizer.state[model.first.weight]["step"] == 1
