@@ -2,7 +2,9 @@
 """The only call to torch.compile."""
 
 import functools
+import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -33,7 +35,8 @@ def compile(
 
     In modes with CUDA graphs the results on a GPU are copied out of the graph's memory (one copy of
     every returned tensor), so that states from earlier steps stay valid. Results that would require
-    a gradient come back without: a graph can't set that.
+    a gradient come back without: a graph can't set that. With TORCH_COMPILE_DISABLE=1 in the
+    environment the function itself is returned.
 
     Args:
         function: `opt.update`, or any function that torch.compile can trace.
@@ -42,6 +45,8 @@ def compile(
             CPU.
         backend: as for torch.compile; modes apply to "inductor".
     """
+    if _is_disabled():
+        return function
     # Both are heavy, and only needed by those who compile.
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor import list_mode_options
@@ -71,6 +76,16 @@ def compile(
         return map_tensors(lambda t: t.clone() if t.is_cuda else t, result) if graphs else result
 
     return wrapper  # pyright: ignore[reportReturnType]
+
+
+def can_compile() -> bool:
+    """Whether an accelerator's step can be compiled here: inductor writes Triton for it."""
+    return not _is_disabled() and importlib.util.find_spec("triton") is not None
+
+
+def _is_disabled() -> bool:
+    # With fullgraph=True torch.compile would raise instead of running eagerly.
+    return os.environ.get("TORCH_COMPILE_DISABLE") == "1"
 
 
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from fmuon.auxiliary import Rule
 from fmuon.base import ConfigurationError, LeafError, Matrix, StateError, lookup
+from fmuon.compilation import can_compile
 from fmuon.compilation import compile as compile_
 from fmuon.functional import Muon, configuration_of, muon
 from fmuon.partition import (
@@ -374,12 +375,16 @@ class FMuon(Optimizer):
         )
 
     def _mode(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> str | None:
-        if self._compile is False:
-            return None
-        if isinstance(self._compile, str) and self._compile != "auto":
-            return self._compile
-        on_cpu = all(p.device.type in ("cpu", "meta") for _, p, _ in params.values())
-        return None if on_cpu and self._compile == "auto" else "max-autotune"
+        """The mode to compile the step in; None runs it eagerly."""
+        if self._compile == "auto" and any(p.device.type != "cpu" for _, p, _ in params.values()):
+            self._compile = "max-autotune" if can_compile() else False
+            if self._compile is False:
+                warnings.warn(
+                    "FMuon can't compile here (no Triton, or TORCH_COMPILE_DISABLE=1) and runs "
+                    "eagerly; compile=False says that this is meant",
+                    stacklevel=4,
+                )
+        return self._compile if isinstance(self._compile, str) and self._compile != "auto" else None
 
     def _prepare(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> Callable[..., None]:
         """The function that does the step for these parameters, made anew only when they change."""

@@ -231,6 +231,12 @@ def test_vmap_inside_a_graph():
     assert_close(compiled(grads, state), batched(grads, state))
 
 
+def test_the_environment_can_switch_compilation_off(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    opt = fmuon.muon()
+    assert fmuon.compile(opt.update) == opt.update
+
+
 def test_compile_leaves_the_settings_of_dynamo_alone():
     before = dict(torch._dynamo.config.get_config_copy())
     params = params_of()

@@ -406,6 +406,18 @@ def test_warming_up_compiles_and_moves_nothing(counter):
     assert counter.frame_count == 1
 
 
+def test_auto_compiles_on_accelerators_and_warns_where_it_cannot(monkeypatch):
+    for possible in (True, False):
+        monkeypatch.setattr(optimizer_module, "can_compile", lambda possible=possible: possible)
+        optimizer = make(Model().to("meta"))
+        if possible:
+            assert optimizer._mode(optimizer._trained()) == "max-autotune"
+            continue
+        with pytest.warns(UserWarning, match="can't compile here"):
+            assert optimizer._mode(optimizer._trained()) is None
+        assert optimizer._mode(optimizer._trained()) is None
+
+
 def test_auto_does_not_compile_on_a_cpu(counter):
     model = Model()
     train(model, make(model), 1)
