@@ -40,7 +40,7 @@ from fmuon.compilation import compile
 from fmuon.explanation import explain
 from fmuon.functional import adapt_state, apply_updates, init, muon, update, update_
 from fmuon.optimizer import FMuon
-from fmuon.orthogonalize import NewtonSchulz
+from fmuon.orthogonalize import GramNewtonSchulz, NewtonSchulz
 from fmuon.partition import label
 
 __version__ = "0.1.0.dev0"
@@ -49,6 +49,7 @@ __all__ = [
     "ConfigurationError",
     "FMuon",
     "FMuonError",
+    "GramNewtonSchulz",
     "LeafError",
     "Matrix",
     "NewtonSchulz",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fmuon.base import ConfigurationError, Stack, constant_in_graphs, lookup
-from fmuon.coefficients import CoefficientSet, coefficient_set
+from fmuon.coefficients import CoefficientSet, Triple, coefficient_set
 
 _DTYPES = {
     "auto": None,
@@ -80,12 +80,15 @@ class NewtonSchulz:
         x = x.to(self._compute_dtype(x))
         # The dtype is this object's to choose, not an autocast region's around the step.
         with torch.autocast(x.device.type, enabled=False):
-            for a, b, c in family.polynomials(self.steps):
-                gram = x @ x.mT
-                # b A + c A A, then a X + (b A + c A A) X: one fused product each.
-                polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-                x = torch.baddbmm(x, polynomial, x, beta=a)
-        return x.to(dtype)
+            return self._products(x, family.polynomials(self.steps)).to(dtype)
+
+    def _products(self, x: Stack, polynomials: tuple[Triple, ...]) -> Stack:
+        for a, b, c in polynomials:
+            gram = x @ x.mT
+            # b A + c A A, then a X + (b A + c A A) X: one fused product each.
+            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.baddbmm(x, polynomial, x, beta=a)
+        return x
 
     def _compute_dtype(self, x: Tensor) -> torch.dtype:
         dtype = _DTYPES[self.dtype] if isinstance(self.dtype, str) else self.dtype
@@ -103,7 +106,47 @@ class NewtonSchulz:
         return f"newton_schulz({family}, {steps} steps, {dtype})"
 
 
-METHODS: dict[str, Callable[[], Orthogonalizer]] = {"newton_schulz": NewtonSchulz}
+@dataclass(frozen=True)
+class GramNewtonSchulz(NewtonSchulz):
+    """The same polynomials of the m x m Gram matrix, and one product with X at the end.
+
+    [Dao-AILab/gram-newton-schulz, README, Algorithm 1, without restarts]
+
+    Every step is X <- Z' X with Z' = a I + Z, Z = b R + c R R and R = X X^T, so R <- Z' R Z' and
+    Q <- Q Z' do without X: 4 m^2 n + 34 m^3 flops for five steps in place of 20 m^2 n + 10 m^3,
+    fewer from n = 1.5 m on. Rounding errors of R are amplified by the later steps: harmless in
+    float32 (1e-3 on spectra down to 1e-3), not in 16 bits. Matrices with n < 1.5 m and 16-bit
+    products take the standard form. Options as for `NewtonSchulz`.
+    """
+
+    def _products(self, x: Stack, polynomials: tuple[Triple, ...]) -> Stack:
+        short, long = x.shape[-2:]
+        if 2 * long < 3 * short or x.dtype.itemsize < 4:
+            return super()._products(x, polynomials)
+        gram = x @ x.mT
+        factor: Tensor | None = None
+        for step, (a, b, c) in enumerate(polynomials):
+            z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            if factor is None:
+                identity = torch.eye(short, dtype=x.dtype, device=x.device)
+                factor = z + a * identity
+            else:
+                factor = torch.baddbmm(factor, factor, z, beta=a)
+            if step < len(polynomials) - 1:
+                half = torch.baddbmm(gram, gram, z, beta=a)
+                gram = torch.baddbmm(half, z, half, beta=a)
+        assert factor is not None
+        return factor @ x
+
+    def __str__(self) -> str:
+        """`gram_newton_schulz(jordan, 5 steps, auto)`."""
+        return f"gram_{super().__str__()}"
+
+
+METHODS: dict[str, Callable[[], Orthogonalizer]] = {
+    "newton_schulz": NewtonSchulz,
+    "gram_newton_schulz": GramNewtonSchulz,
+}
 
 
 def orthogonalizer(method: Any) -> Orthogonalizer:

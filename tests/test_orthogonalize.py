@@ -36,6 +36,41 @@ def test_follows_the_formula_for_every_coefficient_set(name, shape):
     assert_close(method(x), expected, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("shape", [(8, 12), (8, 40), (40, 8), (3, 4, 20), (1, 5)])
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_the_gram_form_is_the_same_function(name, shape):
+    x = torch.randn(shape, dtype=torch.float64)
+    # It amplifies rounding by up to the square of the slope at 0, about 1e6.
+    assert_close(fmuon.GramNewtonSchulz(name)(x), fmuon.NewtonSchulz(name)(x), rtol=1e-8, atol=1e-9)
+
+
+def test_the_gram_form_needs_the_long_side_once_at_each_end():
+    products = []
+
+    class Counting(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "bmm" in function.__name__:
+                products.append(max(a.shape[-1] for a in args))
+            return function(*args, **(kwargs or {}))
+
+    for shape, dtype, long in (
+        ((8, 64), "float32", 2),
+        ((8, 10), "float32", 10),
+        ((8, 64), "bfloat16", 10),
+    ):
+        products.clear()
+        with Counting():
+            fmuon.GramNewtonSchulz(dtype=dtype)(torch.randn(shape))
+        assert products.count(max(shape)) == long
+
+
+def test_the_gram_form_is_accurate_in_float32_on_a_decaying_spectrum():
+    u, v = (torch.linalg.qr(torch.randn(n, 32, dtype=torch.float64)).Q for n in (32, 128))
+    x = (u * torch.logspace(0, -3, 32, dtype=torch.float64)) @ v.T
+    exact = fmuon.NewtonSchulz()(x)
+    assert relative(fmuon.GramNewtonSchulz(dtype="float32")(x.float()), exact) < 3e-3
+
+
 @pytest.mark.parametrize("n", [4, 16, 64, 256])
 @pytest.mark.parametrize("factor", [1.0, -3e-5, 7e4])
 def test_an_orthogonal_matrix_is_multiplied_by_the_scalar_response(n, factor):
@@ -171,5 +206,5 @@ def test_errors_name_what_is_known():
     )
     assert_expected_inline(
         message(fmuon.muon, orthogonalize=3),
-        """orthogonalize=3: give a callable [..., m, n] -> [..., m, n] or one of 'newton_schulz'""",
+        """orthogonalize=3: give a callable [..., m, n] -> [..., m, n] or one of 'newton_schulz', 'gram_newton_schulz'""",
     )
