@@ -5,6 +5,7 @@ Planning (`plan`) reads views, dtypes and devices. Execution (`stack`, `unstack`
 tensor code that follows a plan. Every matrix is stored wide in its stack: tall ones transposed.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from fmuon.base import Stack, View
 from fmuon.scaling import ScaleRule
+
+SMALL = 2**16
+"""Elements up to which leaves of one shape are stacked for pointwise work."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +70,13 @@ class StackPlan:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Leaves that are updated together: those that share stacks, up to a size in bytes."""
+    """Leaves that are updated together: those that share stacks, up to a size in bytes.
+
+    `groups` are the paths again, by what is averaged together: small leaves of one native shape.
+    """
 
     paths: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]
     leaves: tuple[MatrixLeaf, ...]
     stacks: tuple[StackPlan, ...]
     dtype: torch.dtype
@@ -153,7 +161,23 @@ def _bucket(leaves: Sequence[MatrixLeaf], scale: ScaleRule, max_bytes: int) -> B
         for shape, pieces in by_shape.items()
     )
     paths = tuple(leaf.path for leaf in leaves)
-    return Bucket(paths, tuple(leaves), stacks, leaves[0].dtype, leaves[0].device)
+    groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for leaf in leaves:
+        groups[together(leaf.path, leaf.view.shape)].append(leaf.path)
+    return Bucket(
+        paths,
+        tuple(map(tuple, groups.values())),
+        tuple(leaves),
+        stacks,
+        leaves[0].dtype,
+        leaves[0].device,
+    )
+
+
+def together(path: str, shape: tuple[int, ...]) -> tuple[object, ...]:
+    """Leaves with an equal key share their pointwise work: small ones of one shape."""
+    # Copying a large leaf into a stack costs more than a call of its own.
+    return (shape, path) if math.prod(shape) > SMALL else (shape,)
 
 
 def _ranges(blocks: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -99,11 +99,10 @@ class Muon(Configuration):
                 changes, slots = _advance(group, call)
                 for path, change in zip(group.paths, changes, strict=True):
                     updates[path] = _strided(change, state["momentum"].get(path))
-                # The result for a single leaf is no view of a stack.
-                keep = _strided if len(group.paths) == 1 else _owned
                 for slot, tensors in slots.items():
                     old, store = call.store(group, slot), call.store(group, slot, new)
                     for path, tensor in zip(group.paths, tensors, strict=True):
+                        keep = _strided if _is_alone(group, path) else _owned
                         store[path] = keep(tensor, old[path]).to(old[path].dtype)
             for path in plan.empty:
                 updates[path] = torch.zeros_like(state["momentum"][path])
@@ -166,27 +165,30 @@ def _advance(group: Group, call: Call) -> tuple[list[Tensor], dict[str, list[Ten
 def _matrices(bucket: Bucket, call: Call) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
     """-lr scale O and M' of the leaves of a bucket, one orthogonalisation per stack."""
     config, device = call.config, bucket.device
-    momentum = [call.state["momentum"][path] for path in bucket.paths]
-    grads = [call.gradient(path, m) for path, m in zip(bucket.paths, momentum, strict=True)]
-    updates: list[Stack] = []
-    averages: list[Stack] = []
-    stacks = zip(bucket.stacks, stack(bucket, grads), stack(bucket, momentum), strict=True)
-    for spec, grad, moment in stacks:
-        t = spread(call.count(spec.paths, device), grad)
-        b = spread(call.of("momentum", spec.paths, device), grad)
+    looks: dict[str, Tensor] = {}
+    averages: dict[str, Tensor] = {}
+    for paths in bucket.groups:
+        momentum = [call.state["momentum"][path] for path in paths]
+        grads = [call.gradient(path, m) for path, m in zip(paths, momentum, strict=True)]
+        grad, moment = _stacked(grads).to(bucket.dtype), _stacked(momentum).to(bucket.dtype)
+        t = spread(call.count(paths, device), grad)
+        b = spread(call.of("momentum", paths, device), grad)
         new = average(moment, grad, b)
         look = look_ahead(
             new, grad, b, t, nesterov=config.nesterov, bias_correction=config.bias_correction
         )
-        rate = call.of("lr", spec.paths, device) * _constant(spec.scales, device)
+        looks.update(zip(paths, look.unbind(), strict=True))
+        averages.update(zip(paths, call.masked(new, paths, moment).unbind(), strict=True))
+    updates: list[Stack] = []
+    stacks = stack(bucket, [looks[path] for path in bucket.paths])
+    for spec, matrices in zip(bucket.stacks, stacks, strict=True):
         # In parts: a method may need several times the memory of what it is given.
-        parts = [config.orthogonalize(part) for part in look.split(spec.chunk)]
-        update = (parts[0] if len(parts) == 1 else torch.cat(parts)) * spread(-rate, grad).to(
-            grad.dtype
-        )
+        parts = [config.orthogonalize(part) for part in matrices.split(spec.chunk)]
+        factor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        rate = call.of("lr", spec.paths, device) * _constant(spec.scales, device)
+        update = factor * spread(-rate, factor).to(bucket.dtype)
         updates.append(call.masked(update, spec.paths))
-        averages.append(call.masked(new, spec.paths, moment))
-    return unstack(bucket, updates), {"momentum": unstack(bucket, averages)}
+    return unstack(bucket, updates), {"momentum": [averages[path] for path in bucket.paths]}
 
 
 def _others(group: RuleGroup, call: Call) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
@@ -209,6 +211,11 @@ def _others(group: RuleGroup, call: Call) -> tuple[list[Tensor], dict[str, list[
     return list(call.masked(update, paths).unbind()), {
         slot: list(call.masked(new[slot], paths, slots[slot]).unbind()) for slot in rule.slots
     }
+
+
+def _is_alone(group: Group, path: str) -> bool:
+    """Whether the pointwise work of a leaf was its own, so that its results are no views."""
+    return (path,) in (group.groups if isinstance(group, Bucket) else (group.paths,))
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

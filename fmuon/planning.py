@@ -6,10 +6,9 @@ check of an update is made here, before anything is computed or written.
 """
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -25,15 +24,13 @@ from fmuon.base import (
     constant_in_graphs,
     near_misses,
 )
-from fmuon.buckets import Bucket, MatrixLeaf, plan
+from fmuon.buckets import Bucket, MatrixLeaf, plan, together
 from fmuon.orthogonalize import Orthogonalizer
 from fmuon.partition import Assignment, Label, Labels, Leaf, as_view, assign, check_key, declared
 from fmuon.scalars import check_scalar, is_mask
 from fmuon.scaling import ScaleRule
 
 MISSING = ("skip", "zero", "error")
-SMALL = 2**16
-"""Elements up to which auxiliary leaves of one shape are stacked."""
 _MOMENTUM = "momentum"
 _LABELS = ("muon", "auxiliary", "frozen", "error")
 
@@ -251,7 +248,7 @@ def _plan_update(
     _check_names(config, gradients, tuple(counts), weights, named, decays)
     stored = _stored(momentum, slots, counts)
     matrices: list[MatrixLeaf] = []
-    others: dict[RuleGroup, list[str]] = {}
+    others: dict[tuple[Any, ...], list[str]] = {}
     idle: list[str] = []
     empty: list[str] = []
     for path in sorted(counts):
@@ -270,10 +267,8 @@ def _plan_update(
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         if not isinstance(label, Matrix):
             name = config.rule_name(label)
-            # Copying a large leaf into a stack costs more than a call of its own.
-            alone = (path,) if math.prod(like.shape) > SMALL else ()
-            group = RuleGroup(alone, name, like.shape, dtype, like.device)
-            others.setdefault(group, []).append(path)
+            key = name, dtype, like.device, *together(path, like.shape)
+            others.setdefault(key, []).append(path)
         elif 0 in like.shape:
             empty.append(path)
         else:
@@ -281,7 +276,10 @@ def _plan_update(
             matrices.append(MatrixLeaf(path, view, dtype, like.device))
     groups = (
         *plan(matrices, config.scale, config.max_stack_bytes),
-        *(replace(group, paths=tuple(paths)) for group, paths in others.items()),
+        *(
+            RuleGroup(tuple(paths), name, shape, dtype, device)
+            for (name, dtype, device, shape, *_), paths in others.items()
+        ),
     )
     return Plan(groups, tuple(idle), tuple(empty))
 
