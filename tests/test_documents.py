@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What README.md says is run."""
 
+import json
 import re
 import sys
 import types
@@ -25,6 +26,16 @@ def test_the_python_blocks_run_and_print_what_is_shown(tmp_path, monkeypatch, ca
         exec(compile(block, "README.md", "exec"), module.__dict__)
     printed = capsys.readouterr().out
     assert [printed.strip()] == [text.strip() for text in blocks("text")]
+
+
+def test_the_figures_are_those_of_the_committed_run():
+    results = json.loads((ROOT / "examples" / "results" / "curves.json").read_text())["results"]
+    final, steps = "final validation loss (nats per byte)", "steps to the final loss of AdamW"
+    text = " ".join(README.split())
+    muon, adamw = results["muon"], results["adamw"]
+    assert f"a validation loss of {muon[final]:.3f} nats per byte with Muon" in text
+    assert f"and {adamw[final]:.3f} with AdamW" in text
+    assert f"Muon reaches after {muon[steps]} steps" in text
 
 
 def test_the_commands_are_targets_that_set_themselves_up():
