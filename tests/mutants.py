@@ -36,7 +36,7 @@ MUTANTS = [
     Mutant("momentum", "(1 - b).to(moment.dtype))", "b.to(moment.dtype))", FORMULA),
     Mutant("momentum", "-torch.expm1(t * torch.log(b))", "(1 - b.float() ** t.float()).double()", "test_momentum.py::test_debias_is_exact_to_the_last_bits"),
     # Newton-Schulz: polynomial, normalisation, orientation, eps.
-    Mutant("orthogonalize", "beta=b, alpha=c", "beta=c, alpha=b", "test_orthogonalize.py::test_follows_the_formula_for_every_coefficient_set"),
+    Mutant("orthogonalize", "polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)", "polynomial = torch.baddbmm(gram, gram, gram, beta=c, alpha=b)", "test_orthogonalize.py::test_follows_the_formula_for_every_coefficient_set"),
     Mutant("orthogonalize", "x, beta=a)", "x, beta=1.0)", "test_orthogonalize.py::test_follows_the_formula_for_every_coefficient_set"),
     Mutant("orthogonalize", "x = x / torch.where(peak > 0, peak, 1)", "x = x * 1", "test_orthogonalize.py::test_the_result_does_not_depend_on_the_scale"),
     Mutant("orthogonalize", "(safety + eps) + (peak == 0))", "safety + eps)", "test_invariances.py::test_rotations_commute"),
@@ -55,14 +55,14 @@ MUTANTS = [
     Mutant("buckets", "scale(_length(piece.rows), _length(piece.columns))", "scale(_length(piece.columns), _length(piece.rows))", FORMULA),
     Mutant("buckets", "if used + size > max_bytes", "if used > max_bytes", "test_buckets.py"),
     # Rules.
-    Mutant("auxiliary", ").sqrt() + eps.to(nu.dtype)", " + eps.to(nu.dtype)).sqrt()", RULES),
-    Mutant("auxiliary", "(nu / debias(b2, t).to(nu.dtype))", "nu", RULES),
+    Mutant("auxiliary", "root = _sqrt(nu / debias(b2, t).to(nu.dtype)) + eps.to(nu.dtype)", "root = _sqrt(nu / debias(b2, t).to(nu.dtype) + eps.to(nu.dtype))", RULES),
+    Mutant("auxiliary", "nu / debias(b2, t).to(nu.dtype)", "nu", RULES),
     Mutant("auxiliary", "eps, nesterov=True)", "eps)", "test_functional.py::test_nadamw_and_lion_follow_the_formulas"),
     Mutant("auxiliary", "slots[\"mu\"], grad, betas[1])", "slots[\"mu\"], grad, betas[0])", "test_functional.py::test_nadamw_and_lion_follow_the_formulas"),
     # The step: decay, counts, masks, purity.
     Mutant("functional", "c = call.masked(-call.rate(group) * decay, group.paths)", "c = call.masked(-decay, group.paths)", FORMULA),
     Mutant("functional", "new[\"missed\"][path] = state[\"missed\"][path] + 1", "pass", "test_functional.py::test_a_leaf_skipped_a_thousand_times_starts_like_a_fresh_one"),
-    Mutant("functional", "averages.append(call.masked(new, spec.paths, moment))", "averages.append(new)", "test_functional.py::test_present_false_is_none_and_true_is_plain"),
+    Mutant("functional", "call.masked(new, paths, moment).unbind()", "new.unbind()", "test_functional.py::test_present_false_is_none_and_true_is_plain"),
     Mutant("functional", "clone(memory_format=torch.contiguous_format)", "contiguous()", "test_functional.py::test_every_leaf_of_the_state_owns_its_memory"),
     Mutant("functional", "    return update.permute(order).contiguous().permute(inverse)", "    return update", "test_functional.py::test_strides_of_params_change_nothing_and_come_back"),
     Mutant("functional", "else torch.no_grad():\n            call", "else torch.enable_grad():\n            call", "test_functional.py::test_requires_grad_of_params_is_restored_and_updates_are_detached"),

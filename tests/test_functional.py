@@ -361,11 +361,13 @@ def test_state_is_plain_and_survives_a_checkpoint(tmp_path):
 
 
 def test_every_leaf_of_the_state_owns_its_memory():
-    params = {"a": torch.randn(4, 6), "b": torch.randn(6, 4)}
+    params = {"a": torch.randn(4, 6), "b": torch.randn(6, 4), "c": torch.randn(4, 6)}
+    params |= {"d": torch.randn(24), "e": torch.randn(24)}
     _, state = fmuon.update(params, fmuon.init(params), 0)
-    for momentum in state["momentum"].values():
-        assert momentum.untyped_storage().nbytes() == 4 * 6 * 4
-        assert momentum.is_contiguous()
+    for store in (state["momentum"], *state["auxiliary"].values()):
+        for tensor in store.values():
+            assert tensor.untyped_storage().nbytes() == 24 * 4
+            assert tensor.is_contiguous()
 
 
 def test_moments_are_float32_and_float64_for_float64():
