@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long does the first compiled call take, and what does the graph grow with?
+
+    python benchmarks/compile_time.py               print the table
+    python benchmarks/compile_time.py --record      and append it to results/compile_time.jsonl
+    python benchmarks/compile_time.py --case "64 of one shape"
+
+Every case is two fresh processes with one cache directory of inductor, first empty, then filled by
+the first. The time is that of the first call of `fmuon.compile(opt.update)`, with all that a
+process compiles or loads for the first time; importing torch and fmuon is not counted.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import harness
+import tables
+import torch
+from harness import Row
+from inventories import INVENTORIES, Shape
+
+import fmuon
+
+SIDE = 64
+CASES: dict[str, tuple[Shape, ...]] = {
+    **{f"{count} of one shape": ((SIDE, SIDE),) * count for count in (1, 4, 16, 64)},
+    **{
+        f"16 of {count} shapes": tuple((SIDE, SIDE + 8 * (i % count)) for i in range(16))
+        for count in (2, 4, 8, 16)
+    },
+    **{name: inventory.shapes for name, inventory in INVENTORIES.items()},
+}
+
+
+def main() -> None:
+    """Measure the cases that were asked for; the child of a case measures one call."""
+    arguments = _arguments()
+    if arguments.child:
+        print(json.dumps(first_call(CASES[arguments.case])))
+        return
+    if arguments.record:
+        harness.refuse_dirty_tree()
+    stamp = harness.environment()
+    rows: list[Row] = []
+    for case in CASES:
+        if arguments.case in (None, case):
+            rows.append(measure(case))
+            print(tables.compile_time(rows[-1:]), file=sys.stderr, flush=True)
+    print(tables.compile_time(rows))
+    if arguments.record:
+        print(f"recorded in {harness.record('compile_time', rows, stamp).name}")
+
+
+def measure(case: str) -> Row:
+    """The first call with an empty cache, and in another process with the filled one."""
+    with tempfile.TemporaryDirectory() as cache:
+        cold, warm = _child(case, cache), _child(case, cache)
+    shapes = CASES[case]
+    return {
+        "case": case,
+        "matrices": len(shapes),
+        "shapes": len({tuple(sorted(shape)) for shape in shapes}),
+        "seconds_cold": cold.pop("seconds"),
+        "seconds_warm": warm.pop("seconds"),
+        **cold,
+    }
+
+
+def first_call(shapes: Sequence[Shape]) -> Row:
+    """Seconds of the first call, and what was compiled in it."""
+    # Loaded here, so that their import isn't counted.
+    from torch._inductor import metrics
+    from torch._inductor.compile_fx import compile_fx
+
+    graphs: list[list[str]] = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        nodes = [node for node in graph.graph.nodes if node.op.startswith("call_")]
+        graphs.append([getattr(node.target, "__name__", str(node.target)) for node in nodes])
+        return compile_fx(graph, inputs)
+
+    torch.manual_seed(0)
+    params = {str(i): torch.randn(shape) for i, shape in enumerate(shapes)}
+    grads = {name: torch.randn_like(p) for name, p in params.items()}
+    opt = fmuon.muon(orthogonalize=fmuon.NewtonSchulz(dtype="float32"))
+    update, state = fmuon.compile(opt.update, backend=counted), opt.init(params)
+    before = time.perf_counter()
+    update(grads, state, 0)
+    return {
+        "seconds": time.perf_counter() - before,
+        "graphs": len(graphs),
+        "nodes": sum(map(len, graphs)),
+        "products": sum(name in ("matmul", "baddbmm") for names in graphs for name in names),
+        "kernels": metrics.generated_kernel_count,
+    }
+
+
+def _child(case: str, cache: str) -> Row:
+    command = (sys.executable, __file__, "--child", "--case", case)
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+    run = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", action="store_true", help="append to the results")
+    parser.add_argument("--case", choices=CASES, help="only this one")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records -> Markdown tables.
+
+    python benchmarks/tables.py     writes the tables of the latest records into README.md
+
+A table holds the latest run of its question; each stands between two markers in README.md.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import harness
+from harness import Row
+
+README = harness.HERE / "README.md"
+FLOORS = ("newton_schulz", "two_products")
+
+
+def main() -> None:
+    """Replace what stands between the markers of every question that has records."""
+    text = README.read_text()
+    for question, render in QUESTIONS.items():
+        if rows := latest(harness.read(question)):
+            text = _between(text, question, f"{environment(rows[0])}\n\n{render(rows)}")
+    README.write_text(text)
+
+
+def latest(rows: Sequence[Row]) -> list[Row]:
+    """The rows of the last run: those that share the last stamp."""
+    return [row for row in rows if row["environment"] == rows[-1]["environment"]]
+
+
+def environment(row: Row) -> str:
+    """One sentence about where and when the numbers were taken."""
+    stamp = row["environment"]
+    native = "multiplies" if stamp["native_bfloat16"] else "does not multiply"
+    return (
+        f"Commit {stamp['commit'][:12]}, {stamp['time'][:10]}: torch {stamp['torch']}, "
+        f"{stamp['cpu']} ({stamp['capability']}, {native} bfloat16 natively), "
+        f"{stamp['threads']} threads, load {stamp['load']:.1f} at the start."
+    )
+
+
+# ---- step ----------------------------------------------------------------------------------------
+
+
+def all_steps(rows: Sequence[Row]) -> str:
+    """The headline, then one table per inventory."""
+    names = dict.fromkeys(row["inventory"] for row in rows)
+    return "\n\n".join([step_headline(rows), *(steps(rows, name) for name in names)])
+
+
+def step_headline(rows: Sequence[Row]) -> str:
+    """Per inventory and dtype of the products: fmuon, its fastest peer, and the floors."""
+    names = dict.fromkeys(row["inventory"] for row in rows)
+    lines = [
+        line
+        for dtype in ("float32", "bfloat16")
+        for name in names
+        if (line := _headline([row for row in _timed(rows, name) if row["products"] == dtype]))
+    ]
+    header = (
+        "inventory", "products", "fastest peer", "ms", "FMuon, ms", "FMuon compiled, ms",
+        "best of fmuon, ms", "peer / fmuon", "fmuon / NS floor", "fmuon / two-product floor",
+    )  # fmt: skip
+    return f"{_table(header, lines)}\n\n{_footnote(rows)}"
+
+
+def _headline(run: Sequence[Row]) -> Sequence[Any] | None:
+    """Of the optimizers with one dtype of products on one inventory; ratios are of minima."""
+    own = [row for row in run if row["package"] == "fmuon"]
+    peers = [row for row in run if row["package"] != "fmuon"]
+    if not own or not peers:
+        return None
+    best, peer = min(own, key=_fastest), min(peers, key=_fastest)
+    forms = [[row for row in own if _form(row) == form] for form in ("FMuon", "FMuon compiled")]
+    return (
+        best["inventory"],
+        best["products"],
+        peer["subject"],
+        _ms(peer),
+        *(_ms(min(rows, key=_fastest)) if rows else "" for rows in forms),
+        f"{_ms(best)} ({_form(best)}, {best['method']})",
+        _ratio(peer["seconds_min"], best["seconds_min"]),
+        *_multiples(best),
+    )
+
+
+def _footnote(rows: Sequence[Row]) -> str:
+    """The ratio to torch.optim.Muon, with its reason."""
+    ratios: list[str] = []
+    for name in dict.fromkeys(row["inventory"] for row in rows):
+        run = _timed(rows, name)
+        own = [row for row in run if row["package"] == "fmuon"]
+        for row in run:
+            if row["subject"] == "torch.optim.Muon" and own:
+                fastest = min(map(_fastest, own))
+                ratios.append(f"{_ratio(row['seconds_min'], fastest)} ({name})")
+    if not ratios:
+        return ""
+    reason = (
+        "which this CPU multiplies natively; one that doesn't emulates it, many times slower"
+        if rows[0]["native_bfloat16"]
+        else "which this CPU doesn't multiply natively and emulates"
+    )
+    return (
+        f"torch.optim.Muon takes {', '.join(ratios)} times as long as the best of fmuon. It "
+        f"multiplies one matrix after the other and always in bfloat16, {reason}."
+    )
+
+
+def steps(rows: Sequence[Row], name: str) -> str:
+    """All optimizers on one inventory, fastest first, below the floors of the run."""
+    run = [row for row in rows if row["inventory"] == name]
+    timed = sorted((row for row in run if "seconds_min" in row), key=_fastest)
+    lines = [_step_line(row) for row in timed]
+    failed = [f"Not timed: {row['subject']}: {row['failed']}." for row in run if "failed" in row]
+    header = (
+        "optimizer", "version", "products", "min, ms", "median, ms", "/ NS floor",
+        "/ two-product floor", "cosine, mean (worst)", "error",
+    )  # fmt: skip
+    return "\n\n".join([f"**{name}**. {_floors(run[0])}", _table(header, lines), *failed])
+
+
+def _step_line(row: Row) -> Sequence[Any]:
+    return (
+        row["subject"],
+        row["version"],
+        row["products"],
+        _ms(row),
+        f"{row['seconds_median'] * 1e3:.1f}",
+        *_multiples(row),
+        f"{row['cosine_mean']:.4f} ({row['cosine_worst']:.3f})",
+        f"{row['error']:.0e}" if row["same"] else row["method"],
+    )
+
+
+def _floors(row: Row) -> str:
+    parts = [
+        f"{dtype}: {row[f'flops_per_second_{dtype}'] / 1e9:.0f} GFLOP/s, Newton-Schulz floor "
+        f"{row[f'newton_schulz_floor_{dtype}'] * 1e3:.1f} ms (its products alone, batched: "
+        f"{row[f'products_alone_{dtype}'] * 1e3:.1f} ms), two-product floor "
+        f"{row[f'two_products_floor_{dtype}'] * 1e3:.1f} ms"
+        for dtype in ("float32", "bfloat16")
+        if f"flops_per_second_{dtype}" in row
+    ]
+    return "; ".join(parts) + "."
+
+
+def _timed(rows: Iterable[Row], name: str) -> list[Row]:
+    return [row for row in rows if row["inventory"] == name and "seconds_min" in row]
+
+
+def _form(row: Row) -> str:
+    return row["subject"].split(",")[0]
+
+
+def _fastest(row: Row) -> float:
+    return row["seconds_min"]
+
+
+def _ms(row: Row) -> str:
+    return f"{row['seconds_min'] * 1e3:.1f}"
+
+
+def _ratio(numerator: float, denominator: float) -> str:
+    return f"{numerator / denominator:.2f}"
+
+
+def _multiples(row: Row) -> list[str]:
+    """The time as a multiple of the two floors; nothing where they weren't measured."""
+    floors = (row.get(f"{floor}_floor_{row['products']}") for floor in FLOORS)
+    return ["" if floor is None else _ratio(row["seconds_min"], floor) for floor in floors]
+
+
+# ---- compile time --------------------------------------------------------------------------------
+
+
+def compile_time(rows: Sequence[Row]) -> str:
+    """First calls and the size of the graph, case by case."""
+    lines = [
+        (
+            row["case"],
+            row["matrices"],
+            row["shapes"],
+            f"{row['seconds_cold']:.1f}",
+            f"{row['seconds_warm']:.1f}",
+            *(row[count] for count in ("graphs", "nodes", "products", "kernels")),
+        )
+        for row in rows
+    ]
+    header = (
+        "case", "matrices", "shapes", "cold, s", "warm, s", "graphs", "nodes", "products",
+        "kernels",
+    )  # fmt: skip
+    return _table(header, lines)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def memory(rows: Sequence[Row]) -> str:
+    """Steady and peak bytes, and the peak against that of the hand-written loop of its kind."""
+    by_hand = {
+        (row["inventory"], row["kind"]): row["peak_bytes"]
+        for row in rows
+        if row["subject"] == "hand-written"
+    }
+    lines = [
+        (
+            row["inventory"],
+            row["kind"],
+            row["subject"],
+            f"{row['steady_bytes'] / 2**20:.1f}",
+            f"{row['peak_bytes'] / 2**20:.1f}",
+            _ratio(row["peak_bytes"], row["steady_bytes"]),
+            _ratio(row["peak_bytes"], by_hand[row["inventory"], row["kind"]]),
+        )
+        for row in rows
+    ]
+    header = (
+        "inventory", "what", "by", "steady, MiB", "peak, MiB", "peak / steady",
+        "peak / hand-written peak",
+    )  # fmt: skip
+    return _table(header, lines)
+
+
+# ---- Markdown ------------------------------------------------------------------------------------
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
+
+
+def _between(text: str, question: str, content: str) -> str:
+    start, end = f"<!-- {question} -->", f"<!-- /{question} -->"
+    pattern = re.compile(f"{re.escape(start)}.*{re.escape(end)}", re.DOTALL)
+    if not pattern.search(text):
+        raise SystemExit(f"README.md has no {start} ... {end}")
+    return pattern.sub(lambda _: f"{start}\n{content}\n{end}", text)
+
+
+QUESTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "step": all_steps,
+    "compile_time": compile_time,
+    "memory": memory,
+}
+
+
+if __name__ == "__main__":
+    main()
