@@ -257,6 +257,7 @@ def test_inductor_equals_eager(dtype):
     assert_close((params, grads, state), before, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_three_hundred_small_leaves_compile_with_inductor():
     params = {f"w{i}": torch.randn(4, 4) for i in range(100)}
     params |= {f"b{i}": torch.randn(4) for i in range(200)}
