@@ -109,7 +109,7 @@ def read(question: str) -> list[Row]:
 
 def _git(*arguments: str) -> str:
     command = ("git", "-C", str(HERE.parent), *arguments)
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.rstrip()
 
 
 def _changes() -> str:

@@ -11,6 +11,8 @@ itself is not seen; it serves the same products in all.
 
 A step of an optimizer finds gradients in place; a train step makes them. The two are compared with
 a hand-written loop of each kind, which updates one matrix after the other in place.
+
+All products are in float32.
 """
 
 import argparse
@@ -22,7 +24,7 @@ import tables
 import torch
 from harness import Row
 from inventories import INVENTORIES, TRIAL, Inventory
-from peers import LR, MODE, MOMENTUM, OPTIONS, TRIPLE
+from peers import LR, MODE, MOMENTUM, OPTIONS, TRIPLE, pure_step
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -174,7 +176,8 @@ def _optimizer(make: Callable[[list[nn.Parameter]], Any]) -> Build:
         _give(params)
         optimizer = make(params)
         return Running(
-            optimizer.step, lambda: [params, [p.grad for p in params], dict(optimizer.state)]
+            optimizer.step,
+            lambda: [params, [p.grad for p in params], list(optimizer.state.values())],
         )
 
     return build
@@ -192,13 +195,7 @@ def _functional(compiled: bool) -> Build:
         opt = fmuon.muon(orthogonalize=METHOD, **OPTIONS)
         weights: dict[str, Tensor] = {str(i): p.detach() for i, p in enumerate(params)}
         grads = {name: torch.randn_like(w) for name, w in weights.items()}
-        state = opt.init(weights)
-
-        def function(weights: Any, grads: Any, state: Any, step: Any) -> Any:
-            updates, state = opt.update(grads, state, step)
-            return fmuon.apply_updates(weights, updates), state
-
-        function = fmuon.compile(function, MODE) if compiled else function
+        function, state = pure_step(opt, compiled=compiled), opt.init(weights)
 
         def step() -> None:
             nonlocal weights, state
@@ -273,7 +270,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--record", action="store_true", help="append to results/memory.jsonl")
     parser.add_argument("--inventory", choices=INVENTORIES, help="only this one")
     parser.add_argument("--trial", action="store_true", help="small matrices")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.record and arguments.trial:
+        parser.error("a trial is not recorded")
+    return arguments
 
 
 if __name__ == "__main__":

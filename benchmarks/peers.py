@@ -6,12 +6,11 @@ coefficients, the scale sqrt(max(1, rows / columns)), no weight decay. Who can't
 it is and marked: its `same` is False.
 """
 
-import importlib
 import importlib.metadata
 import importlib.util
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -35,34 +34,37 @@ class Running(NamedTuple):
     weights: Callable[[], Sequence[Tensor]]
 
 
+Method: TypeAlias = Callable[[Tensor], Tensor]
+Build: TypeAlias = Callable[[list[nn.Parameter]], Running]
+
+
 @dataclass(frozen=True)
 class Subject:
     """An optimizer that can be built on parameters.
 
     Attributes:
         name: shown in the tables.
-        module: must be importable.
         package: name of its distribution.
         products: dtype of the matrix products, or "none".
         build: parameters -> the optimizer at work.
-        same: whether its mathematics is that of the same step.
         method: "newton_schulz", "gram" (the same polynomial with fewer flops), or what else it is.
+        same: whether its mathematics is that of the same step.
     """
 
     name: str
-    module: str
     package: str
     products: str
-    build: Callable[[list[nn.Parameter]], Running] = field(repr=False)
-    same: bool = True
+    build: Build
     method: str = "newton_schulz"
+    same: bool = True
 
     @property
     def version(self) -> str | None:
         """The installed version; None where the package is missing."""
-        if importlib.util.find_spec(self.module) is None:
+        try:
+            return importlib.metadata.version(self.package)
+        except importlib.metadata.PackageNotFoundError:
             return None
-        return importlib.metadata.version(self.package)
 
 
 def subjects() -> list[Subject]:
@@ -76,7 +78,6 @@ def subjects() -> list[Subject]:
     own = [
         Subject(
             name=f"{form}, {setting}",
-            module="fmuon",
             package="fmuon",
             products=setting.split(",")[0],
             build=build(method),
@@ -92,9 +93,6 @@ def subjects() -> list[Subject]:
 # ---- fmuon ---------------------------------------------------------------------------------------
 
 
-Method: TypeAlias = Callable[[Tensor], Tensor]
-Build: TypeAlias = Callable[[list[nn.Parameter]], Running]
-
 OPTIONS: dict[str, Any] = {
     "lr": LR,
     "momentum": MOMENTUM,
@@ -104,8 +102,8 @@ OPTIONS: dict[str, Any] = {
 """Of `fmuon.muon`, for the same step."""
 
 
-def shim(method: Method, compile: str | bool) -> Build:
-    """The optimizer class."""
+def _shim(method: Method, compile: str | bool) -> Build:
+    """The class."""
 
     def build(params: list[nn.Parameter]) -> Running:
         group = {"params": params, "use_muon": True}
@@ -115,20 +113,24 @@ def shim(method: Method, compile: str | bool) -> Build:
     return build
 
 
+def pure_step(opt: fmuon.Transformation, *, compiled: bool) -> Callable[..., tuple[Any, Any]]:
+    """(weights, grads, state, step) -> new weights and a new state; the old stay as they are."""
+
+    def step(weights: Any, grads: Any, state: Any, step: Any) -> tuple[Any, Any]:
+        updates, state = opt.update(grads, state, step)
+        return fmuon.apply_updates(weights, updates), state
+
+    return fmuon.compile(step, MODE) if compiled else step
+
+
 def _functional(method: Method, compiled: bool) -> Build:
-    """New weights and a new state from the old ones, as a train step makes them."""
+    """The pure functions."""
 
     def build(params: list[nn.Parameter]) -> Running:
         opt = fmuon.muon(orthogonalize=method, **OPTIONS)
+        function = pure_step(opt, compiled=compiled)
         weights: dict[str, Tensor] = {str(i): p.detach() for i, p in enumerate(params)}
         state, count = opt.init(weights), 0
-
-        def function(weights: Any, grads: Any, state: Any, step: Any) -> Any:
-            updates, state = opt.update(grads, state, step)
-            return fmuon.apply_updates(weights, updates), state
-
-        if compiled:
-            function = fmuon.compile(function, MODE)
 
         def step() -> None:
             nonlocal weights, state, count
@@ -142,8 +144,8 @@ def _functional(method: Method, compiled: bool) -> Build:
 
 
 _FORMS: dict[str, Callable[[Method], Build]] = {
-    "FMuon": lambda method: shim(method, compile=False),
-    "FMuon compiled": lambda method: shim(method, compile=MODE),
+    "FMuon": lambda method: _shim(method, compile=False),
+    "FMuon compiled": lambda method: _shim(method, compile=MODE),
     "update": lambda method: _functional(method, compiled=False),
     "update compiled": lambda method: _functional(method, compiled=True),
 }
@@ -152,14 +154,29 @@ _FORMS: dict[str, Callable[[Method], Build]] = {
 # ---- peers ---------------------------------------------------------------------------------------
 
 
-def _optimizer(make: Callable[[list[nn.Parameter]], Any]) -> Build:
+def _optimizer(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Build:
     def build(params: list[nn.Parameter]) -> Running:
         return Running(make(params).step, lambda: params)
 
     return build
 
 
-def patched(module: str, old: str, new: str) -> types.ModuleType:
+def _torch(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Muon(params, lr=LR, momentum=MOMENTUM, weight_decay=0.0)
+
+
+def _muon_optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    from muon import SingleDeviceMuon
+
+    return SingleDeviceMuon(params, lr=LR, momentum=MOMENTUM)
+
+
+def _muon_optimizer_float32(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    module = _patched("muon", "G.bfloat16()", "G.float()")
+    return module.SingleDeviceMuon(params, lr=LR, momentum=MOMENTUM)
+
+
+def _patched(module: str, old: str, new: str) -> types.ModuleType:
     """A private copy of an installed module with one piece of its source replaced."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
@@ -170,117 +187,85 @@ def patched(module: str, old: str, new: str) -> types.ModuleType:
     return copy
 
 
-def _torch(params: list[nn.Parameter]) -> Any:
-    return torch.optim.Muon(params, lr=LR, momentum=MOMENTUM, weight_decay=0.0)
-
-
-def _muon_optimizer(params: list[nn.Parameter]) -> Any:
-    return importlib.import_module("muon").SingleDeviceMuon(params, lr=LR, momentum=MOMENTUM)
-
-
-def _muon_optimizer_float32(params: list[nn.Parameter]) -> Any:
-    module = patched("muon", "G.bfloat16()", "G.float()")
-    return module.SingleDeviceMuon(params, lr=LR, momentum=MOMENTUM)
-
-
 def _optimuon(**options: Any) -> Build:
-    return _optimizer(
-        lambda params: importlib.import_module("optimuon").Muon(
-            params, lr=LR, momentum=MOMENTUM, **options
-        )
-    )
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        from optimuon import Muon
+
+        return Muon(params, lr=LR, momentum=MOMENTUM, **options)
+
+    return _optimizer(make)
 
 
-_JORDAN = {"ns_coefficients": TRIPLE, "ns_norm_scale": 1.0, "ns_eps": 1e-7, "normuon": False}
+def _pytorch_optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    from pytorch_optimizer import Muon
 
-
-def _pytorch_optimizer(params: list[nn.Parameter]) -> Any:
     # Its defaults are its fastest on a CPU: foreach, no Gram form (float16), no adjusted lr.
-    group = {"params": params, "use_muon": True}
-    return importlib.import_module("pytorch_optimizer").Muon([group], lr=LR, momentum=MOMENTUM)
+    return Muon([{"params": params, "use_muon": True}], lr=LR, momentum=MOMENTUM)
 
 
-def _heavyball(params: list[nn.Parameter]) -> Any:
-    return importlib.import_module("heavyball").Muon(params, lr=LR, betas=(MOMENTUM, 0.99))
+def _heavyball(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    from heavyball import Muon
+
+    return Muon(params, lr=LR, betas=(MOMENTUM, 0.99))
 
 
-def _adamw(params: list[nn.Parameter]) -> Any:
+def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=LR, foreach=True)
 
+
+_SAME = {"ns_coefficients": TRIPLE, "ns_norm_scale": 1.0, "ns_eps": 1e-7, "normuon": False}
+_STANDARD = _SAME | {"gram_ns": False}
+_GRAM = _SAME | {"gns_restart_after": None}
 
 _PEERS = (
     Subject(
         "muon-optimizer, patched to float32",
-        "muon",
         "muon-optimizer",
         "float32",
         _optimizer(_muon_optimizer_float32),
     ),
     Subject(
-        "optimuon, float32",
-        "optimuon",
-        "optimuon",
-        "float32",
-        _optimuon(ns_dtype=torch.float32, gram_ns=False, **_JORDAN),
+        "optimuon, float32", "optimuon", "float32", _optimuon(ns_dtype=torch.float32, **_STANDARD)
     ),
     Subject(
         "optimuon, float32, Gram form",
         "optimuon",
-        "optimuon",
         "float32",
-        _optimuon(ns_dtype=torch.float32, gns_restart_after=None, **_JORDAN),
+        _optimuon(ns_dtype=torch.float32, **_GRAM),
         method="gram",
     ),
     Subject(
         "optimuon, float32, else as it is",
         "optimuon",
-        "optimuon",
         "float32",
         _optimuon(ns_dtype=torch.float32),
-        same=False,
         method="gram, Polar Express, NorMuon",
+        same=False,
     ),
-    Subject("torch.optim.Muon", "torch", "torch", "bfloat16", _optimizer(_torch)),
-    Subject("muon-optimizer", "muon", "muon-optimizer", "bfloat16", _optimizer(_muon_optimizer)),
+    Subject("torch.optim.Muon", "torch", "bfloat16", _optimizer(_torch)),
+    Subject("muon-optimizer", "muon-optimizer", "bfloat16", _optimizer(_muon_optimizer)),
     Subject(
         "optimuon, bfloat16",
         "optimuon",
-        "optimuon",
         "bfloat16",
-        _optimuon(ns_dtype=torch.bfloat16, gram_ns=False, **_JORDAN),
+        _optimuon(ns_dtype=torch.bfloat16, **_STANDARD),
     ),
+    Subject("pytorch-optimizer", "pytorch-optimizer", "bfloat16", _optimizer(_pytorch_optimizer)),
     Subject(
-        "pytorch-optimizer",
-        "pytorch_optimizer",
-        "pytorch-optimizer",
-        "bfloat16",
-        _optimizer(_pytorch_optimizer),
-    ),
-    Subject(
-        "heavyball",
         "heavyball",
         "heavyball",
         "bfloat16",
         _optimizer(_heavyball),
-        same=False,
         method="other coefficients, stochastic rounding",
+        same=False,
     ),
     Subject(
         "optimuon, as it is",
         "optimuon",
-        "optimuon",
         "float16",
         _optimuon(),
-        same=False,
         method="gram, Polar Express, NorMuon",
-    ),
-    Subject(
-        "torch.optim.AdamW, foreach",
-        "torch",
-        "torch",
-        "none",
-        _optimizer(_adamw),
         same=False,
-        method="AdamW",
     ),
+    Subject("torch.optim.AdamW, foreach", "torch", "none", _optimizer(_adamw), "AdamW", same=False),
 )

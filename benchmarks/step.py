@@ -144,7 +144,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=30, help="at most, per optimizer")
     parser.add_argument("--threads", type=int, help="of torch; its default otherwise")
     parser.add_argument("--trial", action="store_true", help="small matrices")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.record and (arguments.trial or arguments.only):
+        parser.error("an inventory is recorded with all optimizers, or not at all")
+    return arguments
 
 
 if __name__ == "__main__":

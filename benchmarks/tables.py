@@ -3,7 +3,8 @@
 
     python benchmarks/tables.py     writes the tables of the latest records into README.md
 
-A table holds the latest run of its question; each stands between two markers in README.md.
+A table holds the latest record of every inventory (or case) of its question, and stands between two
+markers in README.md.
 """
 
 import re
@@ -20,20 +21,21 @@ FLOORS = ("newton_schulz", "two_products")
 def main() -> None:
     """Replace what stands between the markers of every question that has records."""
     text = README.read_text()
-    for question, render in QUESTIONS.items():
-        if rows := latest(harness.read(question)):
-            text = _between(text, question, f"{environment(rows[0])}\n\n{render(rows)}")
+    for question, (key, render) in QUESTIONS.items():
+        if rows := latest(harness.read(question), key):
+            stamps = dict.fromkeys(environment(row["environment"]) for row in rows)
+            text = _between(text, question, "\n\n".join([*stamps, render(rows)]))
     README.write_text(text)
 
 
-def latest(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the last run: those that share the last stamp."""
-    return [row for row in rows if row["environment"] == rows[-1]["environment"]]
+def latest(rows: Sequence[Row], key: str) -> list[Row]:
+    """The rows of the last run of every value of the key."""
+    runs = {row[key]: row["environment"] for row in rows}
+    return [row for row in rows if row["environment"] == runs[row[key]]]
 
 
-def environment(row: Row) -> str:
-    """One sentence about where and when the numbers were taken."""
-    stamp = row["environment"]
+def environment(stamp: Row) -> str:
+    """One sentence about where and when numbers were taken."""
     native = "multiplies" if stamp["native_bfloat16"] else "does not multiply"
     return (
         f"Commit {stamp['commit'][:12]}, {stamp['time'][:10]}: torch {stamp['torch']}, "
@@ -242,10 +244,10 @@ def _between(text: str, question: str, content: str) -> str:
     return pattern.sub(lambda _: f"{start}\n{content}\n{end}", text)
 
 
-QUESTIONS: dict[str, Callable[[Sequence[Row]], str]] = {
-    "step": all_steps,
-    "compile_time": compile_time,
-    "memory": memory,
+QUESTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
+    "step": ("inventory", all_steps),
+    "compile_time": ("case", compile_time),
+    "memory": ("inventory", memory),
 }
 
 
