@@ -13,6 +13,7 @@ floor | module | job
 1 | surgery | which leaf of an old state a leaf of a changed model goes on from
 2 | clipping | global norm of gradients, and clipping by it
 2 | orthogonalize | stack of matrices -> nearest semi-orthogonal stack
+2 | second_moment | even out how fast the rows of the factor move
 2 | auxiliary | AdamW, NAdamW, Lion, SGD for everything that is not a matrix
 2 | partition | leaves -> labels, each with its reason and its matrix view
 2 | buckets | labelled leaves -> hashable plan of same-shape stacks; stack and unstack
@@ -42,6 +43,7 @@ from fmuon.functional import adapt_state, apply_updates, init, muon, update, upd
 from fmuon.optimizer import FMuon
 from fmuon.orthogonalize import GramNewtonSchulz, NewtonSchulz
 from fmuon.partition import label
+from fmuon.second_moment import NorMuon
 
 __version__ = "0.1.0.dev0"
 
@@ -53,6 +55,7 @@ __all__ = [
     "LeafError",
     "Matrix",
     "NewtonSchulz",
+    "NorMuon",
     "StateError",
     "Transformation",
     "adamw",

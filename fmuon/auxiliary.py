@@ -14,12 +14,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fmuon.base import ConfigurationError
+from fmuon.base import ConfigurationError, Scalar
 from fmuon.momentum import average, debias, look_ahead
+from fmuon.scalars import check_scalar
 
 Slots: TypeAlias = dict[str, Tensor]
 Betas: TypeAlias = tuple[Tensor, Tensor]
-Direction: TypeAlias = Callable[[Tensor, Slots, Tensor, Betas, Tensor], tuple[Tensor, Slots]]
+Direction: TypeAlias = Callable[
+    ["Rule", Tensor, Slots, Tensor, Betas, Tensor], tuple[Tensor, Slots]
+]
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,14 @@ class Rule:
     Attributes:
         name: shown by `explain`.
         slots: names of the moments kept per leaf, each of the leaf's shape.
-        direction: (grad, slots, t, (beta1, beta2), eps) -> (direction, new slots).
+        direction: (rule, grad, slots, t, (beta1, beta2), eps) -> (direction, new slots).
         betas: decays of the first and the second moment.
         eps: added to the root of the second moment.
         lr_scale: ratio of this rule's learning rate to that of the matrices.
         weight_decay: None inherits the weight decay of `muon`.
+        lr: a learning rate of its own; None is that of the matrices times `lr_scale`.
+        eps_root: added under the root of the second moment.
+        mu_dtype: of the first moment; None is float32, or float64 for float64 leaves.
     """
 
     name: str
@@ -43,6 +49,9 @@ class Rule:
     eps: float
     lr_scale: float
     weight_decay: float | None
+    lr: Scalar | None = None
+    eps_root: float = 0.0
+    mu_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         # A list would make the rule unhashable.
@@ -51,7 +60,15 @@ class Rule:
             raise ConfigurationError(
                 f"{self.name}: betas={self.betas} must be two numbers in [0, 1)"
             )
-        for option in ("eps", "lr_scale", "weight_decay"):
+        if self.lr is not None:
+            check_scalar(f"{self.name}: lr", self.lr)
+            if self.lr_scale != 1:
+                raise ConfigurationError(f"{self.name}: give lr or lr_scale, not both")
+        if self.mu_dtype is not None and not self.mu_dtype.is_floating_point:
+            raise ConfigurationError(
+                f"{self.name}: mu_dtype={self.mu_dtype}; a floating point dtype is needed"
+            )
+        for option in ("eps", "eps_root", "lr_scale", "weight_decay"):
             value: Any = getattr(self, option)
             if value is not None and not value >= 0:
                 raise ConfigurationError(f"{self.name}: {option}={value} must not be negative")
@@ -66,12 +83,18 @@ def adamw(
     eps: float = 1e-8,
     lr_scale: float = 1.0,
     weight_decay: float | None = None,
+    *,
+    lr: Scalar | None = None,
+    eps_root: float = 0.0,
+    mu_dtype: torch.dtype | None = None,
 ) -> Rule:
-    """AdamW: D = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
+    """AdamW: D = m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps).
 
     [Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2]
     """
-    return Rule("adamw", ("mu", "nu"), _adam, betas, eps, lr_scale, weight_decay)
+    return Rule(
+        "adamw", ("mu", "nu"), _adam, betas, eps, lr_scale, weight_decay, lr, eps_root, mu_dtype
+    )
 
 
 def nadamw(
@@ -79,43 +102,65 @@ def nadamw(
     eps: float = 1e-8,
     lr_scale: float = 1.0,
     weight_decay: float | None = None,
+    *,
+    lr: Scalar | None = None,
+    eps_root: float = 0.0,
+    mu_dtype: torch.dtype | None = None,
 ) -> Rule:
     """AdamW with the Nesterov look-ahead of `fmuon.momentum` in place of m / (1 - b1^t).
 
     [Dozat 2016, algorithm 2, with constant b1]
     """
-    return Rule("nadamw", ("mu", "nu"), _nadam, betas, eps, lr_scale, weight_decay)
+    return Rule(
+        "nadamw", ("mu", "nu"), _nadam, betas, eps, lr_scale, weight_decay, lr, eps_root, mu_dtype
+    )
 
 
 def lion(
     betas: tuple[float, float] = (0.9, 0.99),
     lr_scale: float = 1.0,
     weight_decay: float | None = None,
+    *,
+    lr: Scalar | None = None,
+    mu_dtype: torch.dtype | None = None,
 ) -> Rule:
     """Lion: D = sign(b1 m + (1 - b1) g), then m <- b2 m + (1 - b2) g.
 
     [Chen et al. 2023, arXiv 2302.06675, algorithm 2]
     """
-    return Rule("lion", ("mu",), _lion, betas, 0.0, lr_scale, weight_decay)
+    return Rule("lion", ("mu",), _lion, betas, 0.0, lr_scale, weight_decay, lr, 0.0, mu_dtype)
 
 
-def sgd(momentum: float = 0.0, lr_scale: float = 1.0, weight_decay: float | None = None) -> Rule:
+def sgd(
+    momentum: float = 0.0,
+    lr_scale: float = 1.0,
+    weight_decay: float | None = None,
+    *,
+    lr: Scalar | None = None,
+) -> Rule:
     """Gradient descent with heavy-ball momentum as torch.optim.SGD has it: D = m <- b m + g.
 
     [Polyak 1964]
     """
     direction, slots = (_heavy_ball, ("mu",)) if momentum else (_plain, ())
-    return Rule("sgd", slots, direction, (momentum, 0.0), 0.0, lr_scale, weight_decay)
+    return Rule("sgd", slots, direction, (momentum, 0.0), 0.0, lr_scale, weight_decay, lr)
 
 
 def _adam(
-    grad: Tensor, slots: Slots, t: Tensor, betas: Betas, eps: Tensor, *, nesterov: bool = False
+    rule: Rule,
+    grad: Tensor,
+    slots: Slots,
+    t: Tensor,
+    betas: Betas,
+    eps: Tensor,
+    *,
+    nesterov: bool = False,
 ) -> tuple[Tensor, Slots]:
     b1, b2 = betas
     mu = average(slots["mu"], grad, b1)
     nu = average(slots["nu"], grad * grad, b2)
     first = look_ahead(mu, grad, b1, t, nesterov=nesterov, bias_correction=True)
-    root = _sqrt(nu / debias(b2, t).to(nu.dtype)) + eps.to(nu.dtype)
+    root = _sqrt(nu / debias(b2, t).to(nu.dtype) + rule.eps_root) + eps.to(nu.dtype)
     return first / root, {"mu": mu, "nu": nu}
 
 
@@ -128,12 +173,13 @@ def _sqrt(x: Tensor) -> Tensor:
 
 
 def _nadam(
-    grad: Tensor, slots: Slots, t: Tensor, betas: Betas, eps: Tensor
+    rule: Rule, grad: Tensor, slots: Slots, t: Tensor, betas: Betas, eps: Tensor
 ) -> tuple[Tensor, Slots]:
-    return _adam(grad, slots, t, betas, eps, nesterov=True)
+    return _adam(rule, grad, slots, t, betas, eps, nesterov=True)
 
 
 def _lion(
+    rule: Rule,  # noqa: ARG001
     grad: Tensor,
     slots: Slots,
     t: Tensor,  # noqa: ARG001
@@ -145,6 +191,7 @@ def _lion(
 
 
 def _heavy_ball(
+    rule: Rule,  # noqa: ARG001
     grad: Tensor,
     slots: Slots,
     t: Tensor,  # noqa: ARG001
@@ -156,6 +203,7 @@ def _heavy_ball(
 
 
 def _plain(
+    rule: Rule,  # noqa: ARG001
     grad: Tensor,
     slots: Slots,  # noqa: ARG001
     t: Tensor,  # noqa: ARG001

@@ -59,7 +59,8 @@ class Matrix:
 
     `fan_out` names the row axes and `fan_in` the column axes (an int or a tuple, negatives count
     from the end); every axis in neither is a stack axis. `blocks` splits the rows, and `blocks_in`
-    the columns, into matrices that are orthogonalised and scaled each on its own.
+    the columns, into matrices that are orthogonalised and scaled each on its own. `scale` is the
+    multiplier of the leaf's matrices where it shall not be that of the scale rule.
 
     >>> Matrix()                                  # nn.Linear.weight (out, in)
     >>> Matrix(1, 0)                              # a kernel stored (in, out)
@@ -72,6 +73,7 @@ class Matrix:
     fan_in: int | tuple[int, ...] = 1
     blocks: tuple[int, ...] | None = None
     blocks_in: tuple[int, ...] | None = None
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         # Lists are accepted and stored as tuples: the view must be hashable.
@@ -87,6 +89,10 @@ class Matrix:
             ):
                 wanted = "a tuple of sizes, or None" if blocks else "an axis, or a tuple of axes"
                 raise ConfigurationError(f"Matrix: {name}={value!r}; give {wanted}")
+        if self.scale is not None and not 0 <= self.scale < math.inf:
+            raise ConfigurationError(
+                f"Matrix: scale={self.scale!r}; give a number that is not negative, or None"
+            )
 
     def view(self, path: str, shape: tuple[int, ...]) -> "View":
         """Bind to a shape; raises `LeafError` naming `path` where the two don't fit."""
@@ -102,11 +108,14 @@ class Matrix:
         return View(
             shape=shape,
             order=stack + rows + columns,
+            row_axes=rows,
+            column_axes=columns,
             count=math.prod(shape[axis] for axis in stack),
             fan_out=fan_out,
             fan_in=fan_in,
             row_blocks=self._split(path, "blocks", self.blocks, "fan_out", fan_out),
             column_blocks=self._split(path, "blocks_in", self.blocks_in, "fan_in", fan_in),
+            scale=self.scale,
         )
 
     def _axes(self, path: str, shape: tuple[int, ...], name: str) -> tuple[int, ...]:
@@ -143,16 +152,23 @@ class View:
     """A `Matrix` bound to the shape of a leaf: `count` matrices of `fan_out` x `fan_in`.
 
     `order` permutes the leaf's axes to (stack axes, row axes, column axes); the blocks sum to the
-    fans.
+    fans; `scale` is the leaf's own multiplier.
     """
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
+    row_axes: tuple[int, ...]
+    column_axes: tuple[int, ...]
     count: int
     fan_out: int
     fan_in: int
     row_blocks: tuple[int, ...]
     column_blocks: tuple[int, ...]
+    scale: float | None = None
+
+    def multiplier(self, rule: Callable[[int, int], float], rows: int, columns: int) -> float:
+        """What the orthogonal factor of a block is multiplied by: the rule's, or the leaf's own."""
+        return rule(rows, columns) if self.scale is None else self.scale
 
 
 def constant_in_graphs(function: _Function) -> _Function:

@@ -152,7 +152,9 @@ def _bucket(leaves: Sequence[MatrixLeaf], scale: ScaleRule, max_bytes: int) -> B
             counts=tuple(piece.count for piece in pieces),
             paths=tuple(leaves[piece.leaf].path for piece in pieces for _ in range(piece.count)),
             scales=tuple(
-                scale(_length(piece.rows), _length(piece.columns))
+                leaves[piece.leaf].view.multiplier(
+                    scale, _length(piece.rows), _length(piece.columns)
+                )
                 for piece in pieces
                 for _ in range(piece.count)
             ),

@@ -14,7 +14,16 @@ from torch import Tensor
 from fmuon.auxiliary import Rule
 from fmuon.base import ConfigurationError, State, StateError, Tree
 from fmuon.buckets import Bucket
-from fmuon.planning import Configuration, Plan, RuleGroup, masked_decay, plan_update, signature
+from fmuon.planning import (
+    MOMENTUM,
+    SECOND,
+    Configuration,
+    Plan,
+    RuleGroup,
+    masked_decay,
+    plan_update,
+    signature,
+)
 from fmuon.scalars import check_scalar, is_callable, is_zero, resolve
 from fmuon.tree import flatten
 
@@ -37,9 +46,10 @@ class Call:
         present: Mapping[str, Any] | None,
         **scalars: Any,
     ) -> None:
-        if not {"momentum", "auxiliary", "missed"} <= set(state):
+        if absent := {*config.kept, "auxiliary", "missed"} - set(state):
             raise StateError(
-                f"no state of fmuon: it has the keys {sorted(state)}; make it with init"
+                f"no state of fmuon for this opt: it has the keys {sorted(state)} and lacks "
+                f"{sorted(absent)}; make it with init"
             )
         self.config = config
         self.state = state
@@ -61,10 +71,15 @@ class Call:
             "momentum": config.momentum,
             "weight_decay": config.weight_decay,
         }
+        rules = config.rules.items()
+        self.own_rates = {name: rule.lr for name, rule in rules if rule.lr is not None}
+        # Stronger than the decay of a rule; the leaves of a mask are not.
+        self.decays_by_leaf = isinstance(self.given.get("weight_decay"), Mapping)
         # Everything that user code says is asked for here, before anything is computed.
         for values in (self.given, self.defaults):
             for name, value in values.items():
                 values[name] = self._evaluated(name, value)
+        self.own_rates = {k: self._evaluated("lr", lr) for k, lr in self.own_rates.items()}
 
     def _evaluated(self, name: str, value: Any) -> Any:
         """A scalar without callables: masks by leaf, schedules at this step."""
@@ -86,12 +101,13 @@ class Call:
 
     def plan(self) -> Plan:
         """The plan of this call; raises where its arguments don't fit together."""
+        kept = [name for name in (MOMENTUM, SECOND) if name in self.state]
         slots: Mapping[str, Any] = self.state["auxiliary"]
         by_rule: Any = {None: slots} if isinstance(self.config.auxiliary, Rule) else slots
         return plan_update(
             self.config,
             signature(self.grads),
-            signature(self.state["momentum"]),
+            tuple((name, signature(self.state[name])) for name in kept),
             tuple(
                 (name, slot, signature(leaves))
                 for name, store in by_rule.items()
@@ -135,8 +151,15 @@ class Call:
 
     def rate(self, group: Group) -> Tensor:
         """The learning rate of the leaves of a group."""
-        rate, rule = self.of("lr", group.paths, group.device), self.rule(group)
-        return rate if rule is None else rate * rule.lr_scale
+        if isinstance(group, Bucket):
+            return self.of("lr", group.paths, group.device)
+        if group.name in self.own_rates:
+            # A rate for all leaves is that of the matrices; one in a dict is the leaf's own.
+            own, given = self.own_rates[group.name], self.given.get("lr")
+            value = given if isinstance(given, Mapping) else own
+            return resolve(value, own, group.paths, group.device)
+        rate = self.of("lr", group.paths, group.device)
+        return rate * self.config.rules[group.name].lr_scale
 
     def decay(self, group: Group) -> Tensor | None:
         """The weight decay of the leaves of a group; None where it is the constant 0."""
@@ -145,7 +168,7 @@ class Call:
         rule = self.rule(group)
         if rule is not None and rule.weight_decay is not None:
             default = rule.weight_decay
-            value = value if isinstance(value, Mapping) else default
+            value = value if self.decays_by_leaf else default
         if is_zero(value):
             return None
         return resolve(value, default, group.paths, group.device)
@@ -173,7 +196,7 @@ class Call:
         """Path -> tensor of one slot of a group, in the state of this call or another."""
         state = self.state if state is None else state
         if isinstance(group, Bucket):
-            return state["momentum"]
+            return state[slot]
         return (state["auxiliary"] if group.name is None else state["auxiliary"][group.name])[slot]
 
     def gradient(self, path: str, like: Tensor) -> Tensor:

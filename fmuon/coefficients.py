@@ -104,6 +104,19 @@ COEFFICIENTS: dict[str, CoefficientSet] = {
         safety=1.01,
         norm_safety=1.01,
     ),
+    "polar_express_nanogpt": CoefficientSet(
+        published=(
+            (8.156554524902461, -22.48329292557795, 15.878769915207462),
+            (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+            (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+            (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+            (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+        ),
+        # The safety factor 1.02 is inside the triples.
+        source="KellerJordan/modded-nanogpt f411b3d (2025): arXiv 2505.16932, Algorithm 1, with "
+        "l = 1e-3, cushion 2 and safety factor 1.02",
+        norm_safety=1.02,
+    ),
     "cans": CoefficientSet(
         published=(
             (8.4703, -25.1081, 18.6293),

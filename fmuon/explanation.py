@@ -93,7 +93,7 @@ def _row(config: Configuration, path: str, leaf: Tensor | None, assignment: Assi
         f"{count}{rows} x {columns}" + (f" ({times} blocks)" if times > 1 else "")
         for (rows, columns), times in Counter(sides).items()
     )
-    scale = "" if 0 in shape else f"{config.scale(*sides[0]):.4g}"
+    scale = "" if 0 in shape else f"{view.multiplier(config.scale, *sides[0]):.4g}"
     return Row(path, shape, "muon", matrices, scale, assignment.reason)
 
 

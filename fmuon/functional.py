@@ -3,7 +3,8 @@
 
 One step of a matrix leaf with gradient G, momentum M and weight W: average and look ahead
 (`momentum`), gather the matrix views of equal shape in stacks (`buckets`), orthogonalise each stack
-(`orthogonalize`), go back to the leaf's shape, and add
+(`orthogonalize`), where asked for even out the factor (`second_moment`), go back to the leaf's
+shape, and add
 
     -lr (scale O + weight_decay W)                       [Liu et al. 2025, arXiv 2502.16982, eq. 3]
 
@@ -40,6 +41,7 @@ from fmuon.partition import Label
 from fmuon.planning import Configuration, RuleGroup, check_not_empty
 from fmuon.scalars import Scalars
 from fmuon.scaling import ScaleRule, scale_rule
+from fmuon.second_moment import NorMuon, second_moment_method
 from fmuon.surgery import origins, resized
 from fmuon.tree import flatten
 
@@ -53,7 +55,7 @@ class Muon(Configuration):
         nested = not isinstance(self.auxiliary, Rule)
         slots = {name: {slot: {} for slot in rule.slots} for name, rule in self.rules.items()}
         state: State = {
-            "momentum": {},
+            **{name: {} for name in self.kept},
             "auxiliary": slots if nested else slots[None],
             "missed": {},
         }
@@ -65,12 +67,21 @@ class Muon(Configuration):
             if leaf is None or label == "frozen":
                 continue
             state["missed"][path] = torch.full((), step, dtype=torch.int64, device=leaf.device)
-            if isinstance(label, Matrix):
-                state["momentum"][path] = _zeros(leaf)
-            else:
-                for slot in slots[self.rule_name(label)].values():
-                    slot[path] = _zeros(leaf)
+            store = state if isinstance(label, Matrix) else slots[self.rule_name(label)]
+            for slot, zeros in self.fresh(path, leaf, label).items():
+                store[slot][path] = zeros
         return state
+
+    def fresh(self, path: str, leaf: Tensor, label: Label) -> dict[str, Tensor]:
+        """What the state holds of one leaf before its first update, by slot."""
+        if not isinstance(label, Matrix):
+            rule = self.rules[self.rule_name(label)]
+            return {s: _zeros(leaf, rule.mu_dtype if s == "mu" else None) for s in rule.slots}
+        shapes = self.kept_shapes(path, label.view(path, tuple(leaf.shape)))
+        fresh = {"momentum": _zeros(leaf, self.momentum_dtype)}
+        if "second_moment" in shapes:
+            fresh["second_moment"] = _zeros(leaf.new_empty(shapes["second_moment"]))
+        return fresh
 
     def update(
         self,
@@ -158,8 +169,15 @@ def _advance(group: Group, call: Call) -> tuple[list[Tensor], dict[str, list[Ten
         c = call.masked(-call.rate(group) * decay, group.paths).to(group.dtype)
         factors = c.unbind() if c.ndim else [c] * len(updates)
         triples = zip(updates, call.weights(group), factors, strict=True)
-        updates = [torch.addcmul(u, weight.to(group.dtype), c) for u, weight, c in triples]
+        cautious = call.config.decay == "cautious"
+        updates = [_decayed(u, w.to(group.dtype), c, cautious) for u, w, c in triples]
     return updates, new
+
+
+def _decayed(update: Tensor, weight: Tensor, factor: Tensor, cautious: bool) -> Tensor:
+    """The update and factor W; cautious: only where it doesn't work against the update."""
+    aligned = torch.where(update * weight <= 0, weight, 0) if cautious else weight
+    return torch.addcmul(update, aligned, factor)
 
 
 def _matrices(bucket: Bucket, call: Call) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
@@ -179,16 +197,54 @@ def _matrices(bucket: Bucket, call: Call) -> tuple[list[Tensor], dict[str, list[
         )
         looks.update(zip(paths, look.unbind(), strict=True))
         averages.update(zip(paths, call.masked(new, paths, moment).unbind(), strict=True))
-    updates: list[Stack] = []
     stacks = stack(bucket, [looks[path] for path in bucket.paths])
+    factors: list[Stack] = []
     for spec, matrices in zip(bucket.stacks, stacks, strict=True):
         # In parts: a method may need several times the memory of what it is given.
         parts = [config.orthogonalize(part) for part in matrices.split(spec.chunk)]
-        factor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        factors.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+    slots = {"momentum": [averages[path] for path in bucket.paths]}
+    if config.second_moment is not None:
+        factors, slots["second_moment"] = _evened(bucket, factors, call, config.second_moment)
+    duals = _duals(bucket, stacks, factors) if config.adaptive else None
+    updates: list[Stack] = []
+    for spec, factor in zip(bucket.stacks, factors, strict=True):
         rate = call.of("lr", spec.paths, device) * _constant(spec.scales, device)
+        if duals is not None:
+            rate = rate * torch.stack([duals[path] for path in spec.paths])
         update = factor * spread(-rate, factor).to(bucket.dtype)
         updates.append(call.masked(update, spec.paths))
-    return unstack(bucket, updates), {"momentum": [averages[path] for path in bucket.paths]}
+    return unstack(bucket, updates), slots
+
+
+def _evened(
+    bucket: Bucket, factors: list[Stack], call: Call, method: NorMuon
+) -> tuple[list[Stack], list[Tensor]]:
+    """The factors evened out by their second moments, and the new moments of the leaves."""
+    old = [call.state["second_moment"][path] for path in bucket.paths]
+    full = [v.expand(leaf.view.shape) for v, leaf in zip(old, bucket.leaves, strict=True)]
+    even: list[Stack] = []
+    new: list[Stack] = []
+    for spec, factor, moment in zip(bucket.stacks, factors, stack(bucket, full), strict=True):
+        tall = [piece.tall for piece in spec.pieces for _ in range(piece.count)]
+        evened, averaged = method(factor, moment, tall)
+        even.append(evened)
+        new.append(call.masked(averaged, spec.paths, moment))
+    return even, [
+        # A copy: a view would keep the stack alive.
+        moment[tuple(slice(side) for side in v.shape)].clone()
+        for moment, v in zip(unstack(bucket, new), old, strict=True)
+    ]
+
+
+def _duals(bucket: Bucket, stacks: list[Stack], factors: list[Stack]) -> dict[str, Tensor]:
+    """<U, O> of every leaf, the sum over its matrices."""
+    duals: dict[str, Tensor] = {}
+    for spec, matrices, factor in zip(bucket.stacks, stacks, factors, strict=True):
+        products = (matrices * factor).sum((-2, -1)).unbind()
+        for path, product in zip(spec.paths, products, strict=True):
+            duals[path] = duals[path] + product if path in duals else product
+    return duals
 
 
 def _others(group: RuleGroup, call: Call) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
@@ -206,7 +262,7 @@ def _others(group: RuleGroup, call: Call) -> tuple[list[Tensor], dict[str, list[
         for option, default in defaults.items()
     )
     t = spread(call.count(paths, group.device), grad)
-    direction, new = rule.direction(grad, slots, t, (beta1, beta2), eps)
+    direction, new = rule.direction(rule, grad, slots, t, (beta1, beta2), eps)
     update = direction * spread(-call.rate(group), grad).to(group.dtype)
     return list(call.masked(update, paths).unbind()), {
         slot: list(call.masked(new[slot], paths, slots[slot]).unbind()) for slot in rule.slots
@@ -253,8 +309,8 @@ def _is_writable(tensor: Tensor) -> bool:
     return all(s or size == 1 for s, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
-def _zeros(leaf: Tensor) -> Tensor:
-    dtype = torch.float64 if leaf.dtype == torch.float64 else torch.float32
+def _zeros(leaf: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = dtype or (torch.float64 if leaf.dtype == torch.float64 else torch.float32)
     return torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
 
 
@@ -272,8 +328,12 @@ def muon(
     nesterov: bool = True,
     bias_correction: bool = True,
     weight_decay: Scalar | Callable[[str, Tensor], float] = 0.0,
+    decay: str = "decoupled",
     orthogonalize: str | Orthogonalizer = NewtonSchulz(),
+    adaptive: bool = False,
+    second_moment: str | NorMuon | None = None,
     scale: str | ScaleRule = "match_rms_adamw",
+    momentum_dtype: torch.dtype | None = None,
     auxiliary: Rule | Mapping[str, Rule] = adamw(),
     labels: Mapping[str, Label] | Callable[[str, Tensor], Label | None] | None = None,
     missing: str = "skip",
@@ -291,9 +351,17 @@ def muon(
         bias_correction: undo the average's start at zero, as Adam does.
         weight_decay: decoupled, not multiplied by the shape scale: -lr weight_decay W is added. A
             callable (path, tensor) -> number masks it leaf by leaf.
+        decay: "decoupled", or "cautious": only entries that the rest of the update doesn't push
+            away from zero decay [Chen et al. 2025, arXiv 2510.12402].
         orthogonalize: a method or its name in `fmuon.orthogonalize.METHODS`.
+        adaptive: multiply the factor O of a leaf by <U, O>, the dual norm of what is
+            orthogonalised, so that the update grows with the gradient
+            [Bernstein and Newhouse 2024, arXiv 2409.20325, eq. 8].
+        second_moment: "normuon", or a `NorMuon`: even out the rows of O by their averaged squares.
         scale: name of a rule in `fmuon.scaling.SCALES`, or a callable (fan_out, fan_in) -> float.
             With the default one lr serves all leaves, and a lr tuned for AdamW carries over.
+        momentum_dtype: in which the momentum of matrices is kept; None is float32, or float64 for
+            float64 leaves.
         auxiliary: the rule of every leaf that is no matrix, or a dict name -> rule; a label names
             its rule, and "auxiliary" means the first one.
         labels: what each leaf is, by path: an ordered dict (first match wins; a key is a path, or
@@ -321,8 +389,12 @@ def muon(
         nesterov=nesterov,
         bias_correction=bias_correction,
         weight_decay=weight_decay,
+        decay=decay,
         orthogonalize=orthogonalizer(orthogonalize),
+        adaptive=adaptive,
+        second_moment=second_moment_method(second_moment),
         scale=scale_rule(scale),
+        momentum_dtype=momentum_dtype,
         auxiliary=auxiliary if isinstance(auxiliary, Rule) else tuple(auxiliary.items()),
         labels=labels,  # pyright: ignore[reportArgumentType]
         missing=missing,

@@ -42,7 +42,12 @@ FORMAT = 1
 """Version of the state_dict; stored in it as `fmuon_format`."""
 
 # Slots of the functional state under the names that torch.optim uses.
-_SLOTS = {"momentum": "momentum_buffer", "mu": "exp_avg", "nu": "exp_avg_sq"}
+_SLOTS = {
+    "momentum": "momentum_buffer",
+    "second_moment": "second_momentum_buffer",
+    "mu": "exp_avg",
+    "nu": "exp_avg_sq",
+}
 _SCALARS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
 
 
@@ -98,9 +103,10 @@ class FMuon(Optimizer):
         preset: str | None = None,
         **options: Any,
     ) -> None:
-        row = {} if preset is None else dict(lookup(PRESETS, preset, "preset").values)
-        row |= options | ({} if lr is None else {"lr": lr})
-        self._config = configuration_of(muon(**row))
+        options |= {} if lr is None else {"lr": lr}
+        if preset is not None:
+            options = lookup(PRESETS, preset, "preset").values(params, **options)
+        self._config = _with_ratios(configuration_of(muon(**options)))
         self._compile = compile
         self._steps: dict[_Layout, Callable[..., None]] = {}
         if not (compile == "auto" or compile is False or isinstance(compile, str)):
@@ -219,6 +225,10 @@ class FMuon(Optimizer):
     def _label(self, path: str, tensor: Any, given: Any, has_name: bool) -> Label:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{path}: a {type(tensor).__name__}; an optimizer takes tensors")
+        if given == "muon":
+            # `labels` may know which view of the leaf that is.
+            view, _ = declared(path, Leaf(tuple(tensor.shape), tensor.dtype), self._config.labels)
+            given = view if isinstance(view, Matrix) else given
         if given == "muon" and tensor.ndim != 2:
             raise LeafError(
                 f"{path!r} (shape {tuple(tensor.shape)}) is not a matrix; give the group "
@@ -321,14 +331,11 @@ class FMuon(Optimizer):
 
     def _create_state(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> None:
         mode = self._mode(params)
-        for _, parameter, label in params.values():
+        for path, (_, parameter, label) in params.items():
             if parameter in self.state:
                 continue
-            dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-            state: dict[str, Tensor] = {
-                name: torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-                for name in self._buffers(label)
-            }
+            fresh = self._config.fresh(path, parameter, label)
+            state = {_SLOTS[slot]: zeros for slot, zeros in fresh.items()}
             # A CPU tensor would keep a compiled step out of CUDA graphs.
             device = "cpu" if mode is None else parameter.device
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
@@ -337,7 +344,7 @@ class FMuon(Optimizer):
     def _buffers(self, label: Label) -> list[str]:
         """Names of the buffers of a parameter with that label."""
         if isinstance(label, Matrix):
-            return [_SLOTS["momentum"]]
+            return [_SLOTS[slot] for slot in self._config.kept]
         return [_SLOTS[slot] for slot in self._config.rules[self._config.rule_name(label)].slots]
 
     def _advance(
@@ -582,11 +589,12 @@ def _in_place_step(layout: _Layout) -> Callable[..., None]:
         auxiliary: dict[Any, dict[str, dict[str, Tensor]]] = {
             name: {slot: {} for slot in rule.slots} for name, rule in config.rules.items()
         }
-        momentum: dict[str, Tensor] = {}
+        matrices: dict[str, dict[str, Tensor]] = {slot: {} for slot in config.kept}
         flags = {} if present is None else dict(zip(params, present.unbind(), strict=True))
         for m in members:
             if m.is_matrix:
-                momentum[m.path] = states[m.path][_SLOTS["momentum"]]
+                for slot, leaves in matrices.items():
+                    leaves[m.path] = states[m.path][_SLOTS[slot]]
             else:
                 for slot, leaves in auxiliary[m.rule].items():
                     leaves[m.path] = states[m.path][_SLOTS[slot]]
@@ -595,7 +603,7 @@ def _in_place_step(layout: _Layout) -> Callable[..., None]:
             params,
             grads,
             {
-                "momentum": momentum,
+                **matrices,
                 "auxiliary": auxiliary if nested else auxiliary[None],
                 "missed": missed,
             },
@@ -640,11 +648,31 @@ def _table(groups: Sequence[Mapping[str, Any]]) -> Tensor:
     )
 
 
+def _with_ratios(config: Muon) -> Muon:
+    """The options with every rule's own learning rate as a multiple of that of the matrices."""
+
+    def relative(rule: Rule) -> Rule:
+        if rule.lr is None:
+            return rule
+        if not isinstance(rule.lr, int | float) or not float(config.lr):  # pyright: ignore
+            raise ConfigurationError(
+                f"{rule.name}: lr={rule.lr!r} beside lr={config.lr!r}; FMuon keeps the ratio of "
+                f"the two in the group's lr_scale: give numbers, and not lr=0"
+            )
+        return replace(rule, lr=None, lr_scale=rule.lr / float(config.lr))  # pyright: ignore
+
+    return replace(config, auxiliary=_each_rule(config, relative))
+
+
 def _unscaled(config: Muon) -> Any:
     """The rules with their lr_scale left to the groups."""
+    return _each_rule(config, lambda rule: replace(rule, lr_scale=1.0))
+
+
+def _each_rule(config: Muon, change: Callable[[Rule], Rule]) -> Any:
     if isinstance(config.auxiliary, Rule):
-        return replace(config.auxiliary, lr_scale=1.0)
-    return tuple((name, replace(rule, lr_scale=1.0)) for name, rule in config.auxiliary)
+        return change(config.auxiliary)
+    return tuple((name, change(rule)) for name, rule in config.auxiliary)
 
 
 # ---- labels in groups ----------------------------------------------------------------------------
@@ -660,7 +688,8 @@ def _encode(label: Label) -> Any:
         "blocks": label.blocks,
         "blocks_in": label.blocks_in,
     }
-    return "muon" if label == Matrix() else fields
+    own = {} if label.scale is None else {"scale": label.scale}
+    return "muon" if label == Matrix() else fields | own
 
 
 def _decode(rule: Any) -> Label:

@@ -49,7 +49,10 @@ class NewtonSchulz:
         eps: guards the division by the Frobenius norm |X|.
         norm: "scale_free" divides by the largest entry and then by |X| (1 + eps), so that the
             result is the same for X and c X at any scale; "add" divides by |X| + eps and "clamp" by
-            max(|X|, eps), as other optimizers do.
+            max(|X|, eps), in the dtype of the products, as other optimizers do.
+        normalization: what |X| is, a name in `NORMALIZATIONS`: "frobenius"; "spectral", by a
+            singular value decomposition; "schatten", the Schatten-4 norm; or "aol", one divisor for
+            every row of the wide matrix.
 
     A zero matrix gives exactly zero; NaN or inf makes its own matrix NaN and no other.
     """
@@ -59,10 +62,12 @@ class NewtonSchulz:
     dtype: str | torch.dtype = "auto"
     eps: float = 1e-7
     norm: str = "scale_free"
+    normalization: str = "frobenius"
 
     def __post_init__(self) -> None:
         coefficient_set(self.coefficients).polynomials(self.steps)
-        lookup(_NORMS, self.norm, "norm")
+        lookup(_GUARDS, self.norm, "norm")
+        lookup(NORMALIZATIONS, self.normalization, "normalization")
         if isinstance(self.dtype, str):
             lookup(_DTYPES, self.dtype, "dtype")
         elif not self.dtype.is_floating_point:
@@ -75,12 +80,25 @@ class NewtonSchulz:
         return on_wide_stack(self._iterate, x)
 
     def _iterate(self, x: Stack) -> Stack:
-        family = coefficient_set(self.coefficients)
-        x, dtype = _NORMS[self.norm](x, family.norm_safety, self.eps), x.dtype
-        x = x.to(self._compute_dtype(x))
+        family, dtype = coefficient_set(self.coefficients), x.dtype
         # The dtype is this object's to choose, not an autocast region's around the step.
         with torch.autocast(x.device.type, enabled=False):
-            return self._products(x, family.polynomials(self.steps)).to(dtype)
+            return self._products(
+                self._normalized(x, family.norm_safety), family.polynomials(self.steps)
+            ).to(dtype)
+
+    def _normalized(self, x: Stack, safety: float) -> Stack:
+        """X / (safety |X|) in the dtype of the products."""
+        dtype, row = self._compute_dtype(x), NORMALIZATIONS[self.normalization]
+        if self.norm == "scale_free":
+            # Squares of entries beyond 1e19 or below 1e-23 leave the range of float32; those of
+            # x / peak don't. A reciprocal of the peak could overflow.
+            peak = torch.linalg.vector_norm(x, float("inf"), dim=(-2, -1), keepdim=True)
+            x = x / torch.where(peak > 0, peak, 1)
+        else:
+            x = x.to(dtype)
+        size = _GUARDS[self.norm](row.measure(x), safety**row.power, self.eps)
+        return (x / (size.sqrt() if row.power == 2 else size)).to(dtype)
 
     def _products(self, x: Stack, polynomials: tuple[Triple, ...]) -> Stack:
         for a, b, c in polynomials:
@@ -175,25 +193,50 @@ def on_wide_stack(method: Callable[[Stack], Stack], x: Tensor) -> Tensor:
     return result.mT if tall else result
 
 
-def _scale_free(x: Stack, safety: float, eps: float) -> Stack:
-    # Squares of entries beyond 1e19 or below 1e-23 leave the range of float32; those of x / peak
-    # don't, and the norm of x / peak is at least 1. A reciprocal of the peak could overflow.
-    peak = torch.linalg.vector_norm(x, float("inf"), dim=(-2, -1), keepdim=True)
-    x = x / torch.where(peak > 0, peak, 1)
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / (norm * (safety + eps) + (peak == 0))
+@dataclass(frozen=True)
+class Normalization:
+    """A divisor that bounds the singular values by 1.
+
+    `measure` maps a stack to that divisor to the `power` 1 or 2: one number per matrix,
+    [matrices, 1, 1], or per row, [matrices, short, 1].
+    """
+
+    measure: Callable[[Stack], Tensor]
+    power: int = 1
 
 
-def _add(x: Stack, safety: float, eps: float) -> Stack:
-    return x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) * safety + eps)
+def _frobenius(x: Stack) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
 
 
-def _clamp(x: Stack, safety: float, eps: float) -> Stack:
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x / (norm * safety).clamp(min=eps)
+def _spectral(x: Stack) -> Tensor:
+    full = x.to(torch.promote_types(x.dtype, torch.float32))
+    return torch.linalg.matrix_norm(full, 2, keepdim=True).to(x.dtype)
 
 
-_NORMS = {"scale_free": _scale_free, "add": _add, "clamp": _clamp}
+def _schatten(x: Stack) -> Tensor:
+    return _frobenius(x @ x.mT)
+
+
+def _row_sums(x: Stack) -> Tensor:
+    return (x @ x.mT).abs().sum(-1, keepdim=True)
+
+
+NORMALIZATIONS: dict[str, Normalization] = {
+    "frobenius": Normalization(_frobenius),
+    "spectral": Normalization(_spectral),
+    # |X X^T|_F^(1/2) [Grishina et al. 2025, arXiv 2506.10935]
+    "schatten": Normalization(_schatten, power=2),
+    # (sum_j |X X^T|_ij)^(1/2) [Prach and Lampert 2022; Boissin et al. 2025, arXiv 2512.04632]
+    "aol": Normalization(_row_sums, power=2),
+}
+
+# (measure, safety, eps) -> a divisor that isn't zero.
+_GUARDS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "scale_free": lambda m, safety, eps: m * (safety + eps) + (m == 0),
+    "add": lambda m, safety, eps: m * safety + eps,
+    "clamp": lambda m, safety, eps: (m * safety).clamp(min=eps),
+}
 
 
 @constant_in_graphs

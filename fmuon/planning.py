@@ -21,6 +21,7 @@ from fmuon.base import (
     Matrix,
     Scalar,
     StateError,
+    View,
     constant_in_graphs,
     near_misses,
 )
@@ -29,9 +30,13 @@ from fmuon.orthogonalize import Orthogonalizer
 from fmuon.partition import Assignment, Label, Labels, Leaf, as_view, assign, check_key, declared
 from fmuon.scalars import check_scalar, is_mask
 from fmuon.scaling import ScaleRule
+from fmuon.second_moment import NorMuon
 
 MISSING = ("skip", "zero", "error")
-_MOMENTUM = "momentum"
+DECAYS = ("decoupled", "cautious")
+# The dicts of a state that hold tensors of matrices.
+MOMENTUM = "momentum"
+SECOND = "second_moment"
 _LABELS = ("muon", "auxiliary", "frozen", "error")
 
 
@@ -44,8 +49,12 @@ class Configuration:
     nesterov: bool
     bias_correction: bool
     weight_decay: Scalar | Callable[[str, Tensor], float]
+    decay: str
     orthogonalize: Orthogonalizer
+    adaptive: bool
+    second_moment: NorMuon | None
     scale: ScaleRule
+    momentum_dtype: torch.dtype | None
     auxiliary: Rule | tuple[tuple[str, Rule], ...]
     labels: Labels
     missing: str
@@ -63,13 +72,21 @@ class Configuration:
             check_scalar(name, value)
         if not (self.labels is None or isinstance(self.labels, tuple) or callable(self.labels)):
             raise ConfigurationError(f"labels={self.labels!r}; give a dict, a callable, or None")
-        if self.missing not in MISSING:
+        for name, known in (("missing", MISSING), ("decay", DECAYS)):
+            if getattr(self, name) not in known:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, known))}"
+                )
+        dtype = self.momentum_dtype
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point  # pyright: ignore
+        ):
             raise ConfigurationError(
-                f"missing={self.missing!r}; known: {', '.join(map(repr, MISSING))}"
+                f"momentum_dtype={dtype!r}: give a floating point torch.dtype, or None"
             )
         if self.max_stack_bytes < 1:
             raise ConfigurationError(f"max_stack_bytes={self.max_stack_bytes}: must be positive")
-        reserved = {"muon", "frozen", "error", _MOMENTUM}
+        reserved = {"muon", "frozen", "error", MOMENTUM, SECOND}
         if not self.rules or reserved & set(self.rules):
             raise ConfigurationError(
                 f"auxiliary: {sorted(map(str, self.rules))}; give a rule, or a dict name -> rule "
@@ -99,6 +116,17 @@ class Configuration:
             f"{', '.join(map(repr, known))}{near_misses(str(label), known)}"
         )
 
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The dicts of a state that hold tensors of matrices."""
+        return (MOMENTUM,) if self.second_moment is None else (MOMENTUM, SECOND)
+
+    def kept_shapes(self, path: str, view: View) -> dict[str, tuple[int, ...]]:
+        """The shape of what the state holds of a matrix leaf, by the dict that holds it."""
+        if self.second_moment is None:
+            return {MOMENTUM: view.shape}
+        return {MOMENTUM: view.shape, SECOND: self.second_moment.shape(path, view)}
+
     def assign(
         self,
         leaves: Mapping[str, Tensor | None],
@@ -116,7 +144,7 @@ class Configuration:
             if label != "frozen":
                 check_trainable(path, tensors[path])
             if isinstance(label, Matrix):
-                label.view(path, specs[path].shape)
+                self.kept_shapes(path, label.view(path, specs[path].shape))
         none = {path: Assignment("frozen", "None") for path in leaves if path not in tensors}
         return {path: (assignments | none)[path] for path in leaves}
 
@@ -223,7 +251,7 @@ def plan_update(*arguments: Any) -> Plan:
 def _plan_update(
     config: Configuration,
     grads: Signature,
-    momentum: Signature,
+    matrices: tuple[tuple[str, Signature], ...],
     slots: tuple[tuple[str | None, str, Signature], ...],
     missed: Signature,
     params: Signature | None,
@@ -235,7 +263,7 @@ def _plan_update(
     Args:
         config: the options.
         grads: of the gradients.
-        momentum: of the state's momentum.
+        matrices: (name, leaves) of the state's dicts of matrices.
         slots: (rule name, slot name, leaves) of the state's auxiliary slots.
         missed: of the state's counts, which name all of its leaves.
         params: of the params where they were passed.
@@ -246,8 +274,8 @@ def _plan_update(
     weights = None if params is None else _specs(params)
     counts = _specs(missed)
     _check_names(config, gradients, tuple(counts), weights, named, decays)
-    stored = _stored(momentum, slots, counts)
-    matrices: list[MatrixLeaf] = []
+    stored = _stored((*((name, name, leaves) for name, leaves in matrices), *slots), counts)
+    found: list[MatrixLeaf] = []
     others: dict[tuple[Any, ...], list[str]] = {}
     idle: list[str] = []
     empty: list[str] = []
@@ -258,6 +286,7 @@ def _plan_update(
                 f"{path!r}: its gradient is None and missing='error'; pass a gradient, or choose "
                 f"missing='skip' (leave the leaf alone) or 'zero' (as if it were zero)"
             )
+        # The second moment, whose shape is another, comes last.
         like = next(iter(held.values()), gradient)
         if like is None or (gradient is None and config.missing == "skip"):
             idle.append(path)
@@ -273,9 +302,9 @@ def _plan_update(
             empty.append(path)
         else:
             view = label.view(path, like.shape)
-            matrices.append(MatrixLeaf(path, view, dtype, like.device))
+            found.append(MatrixLeaf(path, view, dtype, like.device))
     groups = (
-        *plan(matrices, config.scale, config.max_stack_bytes),
+        *plan(found, config.scale, config.max_stack_bytes),
         *(
             RuleGroup(tuple(paths), name, shape, dtype, device)
             for (name, dtype, device, shape, *_), paths in others.items()
@@ -284,12 +313,12 @@ def _plan_update(
     return Plan(groups, tuple(idle), tuple(empty))
 
 
-def _stored(
-    momentum: Signature, slots: tuple[tuple[str | None, str, Signature], ...], missed: Specs
-) -> dict[str, Held]:
-    """Path -> what the state holds of it, by (holder, slot); a holder is `_MOMENTUM` or a rule."""
+def _stored(sources: Sequence[tuple[str | None, str, Signature]], missed: Specs) -> dict[str, Held]:
+    """Path -> what the state holds of it, by (holder, slot).
+
+    The holder is the name of a rule, or that of a dict of matrices, which is its slot too.
+    """
     stored: dict[str, Held] = {path: {} for path in missed}
-    sources = [(_MOMENTUM, _MOMENTUM, momentum), *slots]
     for holder, slot, leaves in sources:
         for path, spec in _specs(leaves).items():
             if path not in stored:
@@ -348,7 +377,7 @@ def _check_tensors(
             f"the layer with sparse=False"
         )
     tensors = {"gradient": grad, "param": param}
-    tensors |= {f"state {slot!r}": spec for (_, slot), spec in held.items()}
+    tensors |= {f"state {s!r}": spec for (_, s), spec in held.items() if s != SECOND}
     for what, spec in tensors.items():
         if spec is None:
             continue
@@ -365,7 +394,7 @@ def _check_tensors(
 def _label_in_state(config: Configuration, path: str, like: Spec, held: Held) -> Label:
     """The label of a leaf of the state; what the state holds and the configuration must agree."""
     label, source = declared(path, Leaf(like.shape, like.dtype), config.labels)
-    has_momentum = (_MOMENTUM, _MOMENTUM) in held
+    has_momentum = (MOMENTUM, MOMENTUM) in held
     if label is None and has_momentum and len(like.shape) != 2:
         raise StateError(
             f"{path!r}: the state has a momentum of shape {like.shape}, for which this opt "
@@ -375,7 +404,7 @@ def _label_in_state(config: Configuration, path: str, like: Spec, held: Held) ->
         label, source = (Matrix() if has_momentum else "auxiliary"), "the default"
     label = as_view(path, like.shape, label)
     if isinstance(label, Matrix):
-        expected = {(_MOMENTUM, _MOMENTUM)}
+        expected = {(name, name) for name in config.kept}
     else:
         name = config.rule_name(label)
         expected = {(name, slot) for slot in config.rules[name].slots}
@@ -385,6 +414,13 @@ def _label_in_state(config: Configuration, path: str, like: Spec, held: Held) ->
             f"{path!r}: {source} says {label!r}, but the state holds {found} for it; use the opt "
             f"that made this state"
         )
+    if isinstance(label, Matrix):
+        for name, shape in config.kept_shapes(path, label.view(path, like.shape)).items():
+            if held[name, name].shape != shape:
+                raise StateError(
+                    f"{path!r}: the state's {name!r} has the shape {held[name, name].shape}, this "
+                    f"opt keeps {shape}; use the opt that made this state"
+                )
     return label
 
 

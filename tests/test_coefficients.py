@@ -23,6 +23,7 @@ BANDS = {
     "jordan": ((0.4705, 1.2024), (0.6818, 1.1344)),
     "you": ((0.4749, 1.1451), (0.9777, 1.0318)),
     "polar_express": ((0.8463, 1.1236), (0.8764, 1.1236)),
+    "polar_express_nanogpt": ((0.8466, 1.1412), (0.8588, 1.1412)),
     "cans": ((0.8569, 1.1134), (0.8667, 1.1134)),
 }
 
@@ -171,7 +172,8 @@ def test_an_unknown_set_is_answered_with_the_names():
         refusal(ConfigurationError, coefficient_set, "polar_expres"),
         """\
 unknown coefficients 'polar_expres'; known: 'jordan', 'you', 'polar_express',
-'cans'; did you mean 'polar_express'?""",
+'polar_express_nanogpt', 'cans'; did you mean 'polar_express' or
+'polar_express_nanogpt'?""",
     )
 
 

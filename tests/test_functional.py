@@ -645,7 +645,7 @@ def test_errors_of_options():
     )
     assert_expected_inline(
         text(auxiliary={}),
-        """auxiliary: []; give a rule, or a dict name -> rule with one entry at least and none of the names ['error', 'frozen', 'momentum', 'muon']""",
+        """auxiliary: []; give a rule, or a dict name -> rule with one entry at least and none of the names ['error', 'frozen', 'momentum', 'muon', 'second_moment']""",
     )
     assert_expected_inline(
         message(fmuon.ConfigurationError, fmuon.adamw, betas=(0.9, 1.0)),
@@ -842,7 +842,7 @@ def test_a_state_of_undeclared_views_is_refused():
     )
     assert_expected_inline(
         message(fmuon.StateError, fmuon.update, params, {"mu": {}}, 0),
-        """no state of fmuon: it has the keys ['mu']; make it with init""",
+        """no state of fmuon for this opt: it has the keys ['mu'] and lacks ['auxiliary', 'missed', 'momentum']; make it with init""",
     )
     assert_expected_inline(
         message(fmuon.StateError, fmuon.apply_updates, {"w": params["w"]}, {"v": params["w"]}),

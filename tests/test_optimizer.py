@@ -85,7 +85,8 @@ def test_presets_read_the_same_row():
     updates, _ = opt.update({k: p.grad for k, p in model.named_parameters()}, opt.init(params), 0)
     optimizer.step()
     assert_close(tensors(model), list(fmuon.apply_updates(params, updates).values()))
-    assert optimizer.param_groups[1]["lr_scale"] == pytest.approx(0.015)
+    # Its Adam has a learning rate of its own, 3e-4.
+    assert optimizer.param_groups[1]["lr_scale"] == pytest.approx(3e-4 / 0.05)
 
 
 # ---- groups --------------------------------------------------------------------------------------
@@ -187,7 +188,7 @@ def test_errors_at_the_door():
     )
     assert_expected_inline(
         message(fmuon.ConfigurationError, fmuon.FMuon, model, preset="adam"),
-        """unknown preset 'adam'; known: 'optax', 'jordan'""",
+        """unknown preset 'adam'; known: 'optax', 'muon_with_aux_adam', 'jordan', 'torch', 'moonlight', 'dion', 'normuon'""",
     )
     assert_expected_inline(
         message(fmuon.ConfigurationError, fmuon.FMuon, model, lr=-1.0),

@@ -179,7 +179,7 @@ def message(function, *args, **kwargs):
 def test_errors_name_what_is_known():
     assert_expected_inline(
         message(fmuon.NewtonSchulz, "polar"),
-        """unknown coefficients 'polar'; known: 'jordan', 'you', 'polar_express', 'cans'""",
+        """unknown coefficients 'polar'; known: 'jordan', 'you', 'polar_express', 'polar_express_nanogpt', 'cans'""",
     )
     assert_expected_inline(
         message(fmuon.NewtonSchulz, "you", steps=4),

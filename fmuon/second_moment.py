@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Second moments of the orthogonal factor, which even out how fast its rows or columns move.
+
+A method is a frozen description, a row of `SECOND_MOMENTS`. It acts on the stacks of wide matrices
+after `orthogonalize` and before the shape scale. What it keeps of a leaf has the shape of the leaf,
+but 1 for the axes that are averaged.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fmuon.base import ConfigurationError, LeafError, Stack, View, lookup
+
+
+@dataclass(frozen=True)
+class NorMuon:
+    """The factor O divided, row by row, by its root mean square over time; its norm is kept.
+
+    With v' = b v + (1 - b) mean(O^2) along the averaged axis and P = O / (sqrt(v') + eps), the
+    factor becomes |O| P / (|P| + eps). [Li et al. 2025, arXiv 2510.05491, algorithm 1, with the
+    norm kept as in the authors' code]
+
+    Args:
+        beta: decay b of the average.
+        axis: "rows" keeps one v per row of the matrix view; "long" one per index of its longer
+            side, which are the rows of a square one.
+        eps: guards the two divisions.
+    """
+
+    beta: float = 0.95
+    axis: str = "rows"
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.beta < 1:
+            raise ConfigurationError(f"NorMuon: beta={self.beta} must be in [0, 1)")
+        if self.axis not in ("rows", "long"):
+            raise ConfigurationError(f"NorMuon: axis={self.axis!r}; known: 'rows', 'long'")
+        if not self.eps >= 0:
+            raise ConfigurationError(f"NorMuon: eps={self.eps} must not be negative")
+
+    def shape(self, path: str, view: View) -> tuple[int, ...]:
+        """The shape of what is kept of a leaf; raises `LeafError` where blocks are in the way."""
+        wide = view.fan_out < view.fan_in
+        over_rows = self.axis == "long" and wide
+        crossed = view.row_blocks if over_rows else view.column_blocks
+        sides = ((m, n) for m in view.row_blocks for n in view.column_blocks)
+        if len(crossed) > 1 or (self.axis == "long" and any((m < n) != wide for m, n in sides)):
+            raise LeafError(
+                f"{path!r}: NorMuon(axis={self.axis!r}) can't average across the blocks "
+                f"{view.row_blocks} x {view.column_blocks}; label the leaf without them"
+            )
+        averaged = view.row_axes if over_rows else view.column_axes
+        return tuple(1 if axis in averaged else side for axis, side in enumerate(view.shape))
+
+    def __call__(self, factor: Stack, moment: Stack, tall: Sequence[bool]) -> tuple[Stack, Stack]:
+        """(O, v) -> (new O, v'), with v broadcast to the shape of O.
+
+        `tall` says which matrices are stored transposed.
+        """
+        short, long = factor.shape[-2:]
+        moment = torch.lerp(moment, self._mean(factor * factor, short < long, tall), 1 - self.beta)
+        even = factor / (moment.sqrt() + self.eps)
+        return even * (_norm(factor) / (_norm(even) + self.eps)), moment
+
+    def _mean(self, square: Stack, oblong: bool, tall: Sequence[bool]) -> Tensor:
+        over_short, over_long = (square.mean(axis, keepdim=True) for axis in (-2, -1))
+        flags = [oblong] * len(tall) if self.axis == "long" else tall
+        if all(flags) or not any(flags):
+            mean = over_short if flags[0] else over_long
+        else:
+            chosen = torch.tensor(flags, device=square.device).reshape(-1, 1, 1)
+            mean = torch.where(chosen, over_short, over_long)
+        return mean.expand_as(square)
+
+
+def _norm(x: Stack) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+
+
+SECOND_MOMENTS: dict[str, Callable[[], NorMuon]] = {"normuon": NorMuon}
+
+
+def second_moment_method(method: Any) -> NorMuon | None:
+    """The method of that name with its defaults; a method or None passes through."""
+    if isinstance(method, str):
+        return lookup(SECOND_MOMENTS, method, "second_moment")()
+    if method is None or isinstance(method, NorMuon):
+        return method
+    raise ConfigurationError(
+        f"second_moment={method!r}; known: None, a fmuon.NorMuon, "
+        f"{', '.join(map(repr, SECOND_MOMENTS))}"
+    )
