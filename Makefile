@@ -2,16 +2,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all check mutants clean
+.PHONY: demo test test-all parity check mutants clean
 
 demo: .venv/examples ## train a byte-level GPT with Muon and AdamW
 	$(BIN)/python examples/train_gpt.py
 
 test: .venv/test ## the test suite
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not parity"
 
 test-all: .venv/test ## the longer checks too
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not parity"
+
+parity: .venv/parity ## every preset beside the optimizer that it stands for
+	$(BIN)/python -m pytest tests/parity
 
 mutants: .venv/test ## break the core line by line; a named test must notice each
 	$(BIN)/python tests/mutants.py
@@ -21,7 +24,7 @@ check: .venv/dev ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-.venv/examples .venv/test .venv/dev: pyproject.toml constraints.txt
+.venv/examples .venv/test .venv/parity .venv/dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e ".[$(@F)]"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records -> Markdown tables.
 
-    python benchmarks/tables.py     writes the tables of the latest records into README.md
+    python benchmarks/tables.py     writes the tables of the latest records into the pages
 
 A table holds the latest record of every inventory (or case) of its question, and stands between two
-markers in README.md.
+markers in benchmarks/README.md; the headline stands in the README of the project too.
 """
 
 import re
@@ -13,19 +13,27 @@ from typing import Any
 
 import harness
 from harness import Row
+from inventories import INVENTORIES
 
-README = harness.HERE / "README.md"
+PAGES = (harness.HERE / "README.md", harness.HERE.parent / "README.md")
 FLOORS = ("newton_schulz", "two_products")
 
 
 def main() -> None:
-    """Replace what stands between the markers of every question that has records."""
-    text = README.read_text()
-    for question, (key, render) in QUESTIONS.items():
+    """Write the pages anew."""
+    for page in PAGES:
+        page.write_text(rendered(page.read_text()))
+
+
+def rendered(text: str) -> str:
+    """The page with the tables of today between its markers."""
+    for name, (question, key, render) in TABLES.items():
+        if f"<!-- {name} -->" not in text:
+            continue
         if rows := latest(harness.read(question), key):
             stamps = dict.fromkeys(environment(row["environment"]) for row in rows)
-            text = _between(text, question, "\n\n".join([*stamps, render(rows)]))
-    README.write_text(text)
+            text = _between(text, name, "\n\n".join([*stamps, render(rows)]))
+    return text
 
 
 def latest(rows: Sequence[Row], key: str) -> list[Row]:
@@ -51,6 +59,36 @@ def all_steps(rows: Sequence[Row]) -> str:
     """The headline, then one table per inventory."""
     names = dict.fromkeys(row["inventory"] for row in rows)
     return "\n\n".join([step_headline(rows), *(steps(rows, name) for name in names)])
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """Products in float32: the fastest peer, fmuon, and its distance from the floor."""
+    lines: list[Sequence[Any]] = []
+    for name in dict.fromkeys(row["inventory"] for row in rows):
+        run = [row for row in _timed(rows, name) if row["products"] == "float32"]
+        own = [row for row in run if row["package"] == "fmuon"]
+        peer = min((row for row in run if row["package"] != "fmuon"), key=_fastest)
+        best = min(own, key=_fastest)
+        eager, compiled = (
+            min((row for row in own if _form(row) == form), key=_fastest)
+            for form in ("FMuon", "FMuon compiled")
+        )
+        lines.append(
+            (
+                INVENTORIES[name].title,
+                f"{_ms(peer)} ({peer['subject'].split(',')[0]})",
+                _ms(eager),
+                _ms(compiled),
+                _ms(best),
+                _ratio(peer["seconds_min"], best["seconds_min"]),
+                _multiples(best)[0],
+            )
+        )
+    header = (
+        "milliseconds per step", "fastest peer", "FMuon", "FMuon compiled", "best of fmuon",
+        "peer / fmuon", "fmuon / floor",
+    )  # fmt: skip
+    return f"{_table(header, lines)}\n\n{_footnote(rows)}"
 
 
 def step_headline(rows: Sequence[Row]) -> str:
@@ -244,10 +282,12 @@ def _between(text: str, question: str, content: str) -> str:
     return pattern.sub(lambda _: f"{start}\n{content}\n{end}", text)
 
 
-QUESTIONS: dict[str, tuple[str, Callable[[Sequence[Row]], str]]] = {
-    "step": ("inventory", all_steps),
-    "compile_time": ("case", compile_time),
-    "memory": ("inventory", memory),
+# Name of the markers -> question, what has a latest record of its own, and how it is shown.
+TABLES: dict[str, tuple[str, str, Callable[[Sequence[Row]], str]]] = {
+    "headline": ("step", "inventory", headline),
+    "step": ("step", "inventory", all_steps),
+    "compile_time": ("compile_time", "case", compile_time),
+    "memory": ("memory", "inventory", memory),
 }
 
 

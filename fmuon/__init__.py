@@ -22,11 +22,12 @@ floor | module | job
 5 | functional | the algorithm: muon, init, update, update_, apply_updates
 6 | explanation | what every leaf gets and why
 6 | presets | the published optimizers as rows of configuration
+6 | interop | other optimizers' checkpoints in and out
 6 | compilation | the only call to torch.compile
 7 | optimizer | FMuon, the torch.optim shim
 """
 
-from fmuon import presets
+from fmuon import interop, presets
 from fmuon.auxiliary import adamw, lion, nadamw, sgd
 from fmuon.base import (
     ConfigurationError,
@@ -66,6 +67,7 @@ __all__ = [
     "explain",
     "global_norm",
     "init",
+    "interop",
     "label",
     "lion",
     "muon",

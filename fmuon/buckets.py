@@ -7,7 +7,7 @@ tensor code that follows a plan. Every matrix is stored wide in its stack: tall 
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 
@@ -84,13 +84,23 @@ class Bucket:
 
 
 def plan(
-    leaves: Iterable[MatrixLeaf], scale: ScaleRule, max_stack_bytes: int
+    leaves: Sequence[MatrixLeaf],
+    scale: ScaleRule,
+    max_stack_bytes: int | None,
+    *,
+    in_place: bool = False,
 ) -> tuple[Bucket, ...]:
     """Group leaves into buckets whose stacks are as large as `max_stack_bytes` allows.
+
+    None is 2^28 for results in memory of their own; in place, where the stacks are most of what a
+    step needs, it is two of the largest leaf and a sixteenth of them all.
 
     The grouping depends on paths, shapes, dtypes and devices only, not on the order of the leaves,
     so every replica groups alike.
     """
+    if max_stack_bytes is None:
+        sizes = [_bytes(leaf) for leaf in leaves]
+        max_stack_bytes = 2 * max(sizes, default=1) + sum(sizes) // 16 if in_place else 2**28
     groups: dict[tuple[torch.dtype, torch.device], list[MatrixLeaf]] = defaultdict(list)
     for leaf in sorted(leaves, key=lambda leaf: leaf.path):
         groups[leaf.dtype, leaf.device].append(leaf)
@@ -100,6 +110,10 @@ def plan(
         for connected in _connected(group)
         for chunk in _chunks(connected, max_stack_bytes)
     )
+
+
+def _bytes(leaf: MatrixLeaf) -> int:
+    return math.prod(leaf.view.shape) * leaf.dtype.itemsize
 
 
 def _shapes(leaf: MatrixLeaf) -> set[tuple[int, int]]:
@@ -126,8 +140,7 @@ def _chunks(leaves: Sequence[MatrixLeaf], max_bytes: int) -> list[list[MatrixLea
     chunks: list[list[MatrixLeaf]] = []
     used = max_bytes
     for leaf in leaves:
-        view = leaf.view
-        size = view.count * view.fan_out * view.fan_in * leaf.dtype.itemsize
+        size = _bytes(leaf)
         if used + size > max_bytes:
             chunks.append([])
             used = 0

@@ -99,7 +99,7 @@ class Call:
 
     # ---- planning --------------------------------------------------------------------------------
 
-    def plan(self) -> Plan:
+    def plan(self, *, in_place: bool = False) -> Plan:
         """The plan of this call; raises where its arguments don't fit together."""
         kept = [name for name in (MOMENTUM, SECOND) if name in self.state]
         slots: Mapping[str, Any] = self.state["auxiliary"]
@@ -117,6 +117,7 @@ class Call:
             None if self.params is None else signature(self.params),
             self._named(),
             self._decays(),
+            in_place,
         )
 
     def _named(self) -> tuple[tuple[str, str], ...]:

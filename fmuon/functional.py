@@ -15,7 +15,7 @@ everything here computes.
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ from fmuon.planning import Configuration, RuleGroup, check_not_empty
 from fmuon.scalars import Scalars
 from fmuon.scaling import ScaleRule, scale_rule
 from fmuon.second_moment import NorMuon, second_moment_method
-from fmuon.surgery import origins, resized
+from fmuon.surgery import entries, origins, resized
 from fmuon.tree import flatten
 
 
@@ -144,7 +144,7 @@ class Muon(Configuration):
             self, grads, state, step, params, lr=lr, weight_decay=weight_decay,
             momentum=momentum, betas=betas, eps=eps, present=present,
         )  # fmt: skip
-        plan = call.plan()
+        plan = call.plan(in_place=True)
         for path, weight in (call.params or {}).items():
             if weight is not None and 0 in weight.stride() and not _is_writable(weight):
                 raise LeafError(f"{path!r}: an expanded tensor can't be written; pass a copy")
@@ -337,7 +337,7 @@ def muon(
     auxiliary: Rule | Mapping[str, Rule] = adamw(),
     labels: Mapping[str, Label] | Callable[[str, Tensor], Label | None] | None = None,
     missing: str = "skip",
-    max_stack_bytes: int = 2**28,
+    max_stack_bytes: int | None = None,
     differentiable: bool = False,
 ) -> Transformation:
     """Muon for the matrices and an auxiliary rule for the rest, as pure `init` and `update`.
@@ -371,7 +371,8 @@ def muon(
             path says embedding or head; the rest is auxiliary. `fmuon.label(module)` does better.
         missing: what a gradient of None means: "skip" (leave leaf and state alone), "zero" (as if
             it were zero) or "error".
-        max_stack_bytes: how much of the matrices is copied into stacks at a time.
+        max_stack_bytes: how much of the matrices is copied into stacks at a time; None is 2^28 for
+            `update`, and for `update_` two of the largest leaf and a sixteenth of them all.
         differentiable: keep the autograd graph through the update.
 
     Returns:
@@ -501,10 +502,10 @@ def adapt_state(
         StateError: lists every difference that isn't declared, and every declaration in vain.
     """
     fresh = configuration_of(opt).init(params, step)
-    old = {(store, path): tensor for store, path, tensor in _entries(state)}
-    new = list(_entries(fresh))
+    old = {(store, path): tensor for store, path, tensor in entries(state)}
+    new = list(entries(fresh))
     source = origins(
-        _shapes(_entries(state)), _shapes(new), rename=rename, add=add, drop=drop, resize=resize
+        _shapes(entries(state)), _shapes(new), rename=rename, add=add, drop=drop, resize=resize
     )
     for store, path, tensor in new:
         origin = source[path]
@@ -520,21 +521,10 @@ def adapt_state(
     return fresh
 
 
-def _entries(
-    state: Mapping[str, Any], store: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], str, Tensor]]:
-    """(keys of the dict that holds it, path, tensor) of everything in a state."""
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            yield from _entries(value, (*store, key))
-        else:
-            yield store, key, value
-
-
-def _shapes(entries: Iterable[tuple[tuple[str, ...], str, Tensor]]) -> dict[str, tuple[int, ...]]:
+def _shapes(found: Iterable[tuple[tuple[str, ...], str, Tensor]]) -> dict[str, tuple[int, ...]]:
     # "missed" comes last and is 0-d: the slots of a leaf, where it has any, say its shape.
     shapes: dict[str, tuple[int, ...]] = {}
-    for _, path, tensor in entries:
+    for _, path, tensor in found:
         shapes.setdefault(path, tuple(tensor.shape))
     return shapes
 

@@ -529,8 +529,13 @@ class FMuon(Optimizer):
             **changes,
         )
         ids = {name: index for index, name in enumerate(own)}
+        labels = {
+            name: _decode(rule)
+            for group in groups
+            for name, rule in zip(group["param_names"], group["rules"], strict=True)
+        }
         state = {
-            ids[name]: _resized(old[origin], own[name])
+            ids[name]: self._resized(name, old[origin], own[name], labels[name])
             for name, origin in source.items()
             if origin is not None and old[origin]
         }
@@ -545,6 +550,17 @@ class FMuon(Optimizer):
             for group, source in zip(groups, _counterparts(groups, saved_groups), strict=True)
         ]
         return {**saved, "state": state, "param_groups": ordered}
+
+    def _resized(
+        self, name: str, state: Mapping[str, Any], parameter: Tensor, label: Label
+    ) -> dict[str, Any]:
+        """Saved buffers in the shapes that the parameter needs now."""
+        fresh = {} if label == "frozen" else self._config.fresh(name, parameter, label)
+        needed = {_SLOTS[slot]: zeros for slot, zeros in fresh.items()}
+        return {
+            key: resized(value, needed[key].to(value)) if key in needed else value
+            for key, value in state.items()
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and deepcopy keep: torch's part, and the options without the labels."""
@@ -757,15 +773,6 @@ def _saved_shape(state: Mapping[str, Any], default: tuple[int, ...]) -> tuple[in
     """The shape of a parameter by its buffers; those of a rule without buffers aren't known."""
     buffers = [v for name, v in state.items() if name != "step" and isinstance(v, Tensor)]
     return tuple(buffers[0].shape) if buffers else default
-
-
-def _resized(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    return {
-        name: resized(v, torch.zeros_like(parameter, dtype=v.dtype, device=v.device))
-        if name != "step" and isinstance(v, Tensor)
-        else v
-        for name, v in state.items()
-    }
 
 
 def _check_shapes(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -58,7 +58,7 @@ class Configuration:
     auxiliary: Rule | tuple[tuple[str, Rule], ...]
     labels: Labels
     missing: str
-    max_stack_bytes: int
+    max_stack_bytes: int | None
     differentiable: bool
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Configuration:
             raise ConfigurationError(
                 f"momentum_dtype={dtype!r}: give a floating point torch.dtype, or None"
             )
-        if self.max_stack_bytes < 1:
+        if self.max_stack_bytes is not None and self.max_stack_bytes < 1:
             raise ConfigurationError(f"max_stack_bytes={self.max_stack_bytes}: must be positive")
         reserved = {"muon", "frozen", "error", MOMENTUM, SECOND}
         if not self.rules or reserved & set(self.rules):
@@ -257,6 +257,7 @@ def _plan_update(
     params: Signature | None,
     named: tuple[tuple[str, str], ...],
     decays: bool,
+    in_place: bool,
 ) -> Plan:
     """Check that gradients, state, params and configuration fit together, and group the leaves.
 
@@ -269,6 +270,7 @@ def _plan_update(
         params: of the params where they were passed.
         named: (option, path) for every leaf that a per-call dict names.
         decays: whether a weight decay other than the constant 0 needs the params.
+        in_place: whether params and state are written.
     """
     gradients = _specs(grads)
     weights = None if params is None else _specs(params)
@@ -304,7 +306,7 @@ def _plan_update(
             view = label.view(path, like.shape)
             found.append(MatrixLeaf(path, view, dtype, like.device))
     groups = (
-        *plan(found, config.scale, config.max_stack_bytes),
+        *plan(found, config.scale, config.max_stack_bytes, in_place=in_place),
         *(
             RuleGroup(tuple(paths), name, shape, dtype, device)
             for (name, dtype, device, shape, *_), paths in others.items()

@@ -63,11 +63,12 @@ def is_mask(value: Any) -> bool:
 def resolve(value: Any, default: Any, paths: Sequence[str], device: torch.device) -> Tensor:
     """The value for some leaves: float64, 0-d or (from a dict) one entry per leaf.
 
-    Leaves that a dict doesn't name get the default.
+    Leaves that a dict doesn't name get the default, which may be a dict of all leaves.
     """
     if not isinstance(value, Mapping):
         return _tensor(value, device)
-    values = [value.get(path, default) for path in paths]
+    own = default if isinstance(default, Mapping) else dict.fromkeys(paths, default)
+    values = [value[path] if path in value else own[path] for path in paths]
     if all(entry is values[0] for entry in values):
         return _tensor(values[0], device)
     return torch.stack([_tensor(entry, device) for entry in values])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which leaf of an old state a leaf of a changed model goes on from."""
 
-from collections.abc import Collection, Mapping
-from typing import TypeAlias
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
@@ -76,3 +76,14 @@ def resized(old: Tensor, fresh: Tensor) -> Tensor:
     result = fresh.clone()
     result[:rows] = old[:rows]
     return result
+
+
+def entries(
+    state: Mapping[str, Any], store: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], str, Tensor]]:
+    """(keys of the dict that holds it, path, tensor) of everything in a state."""
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from entries(value, (*store, key))
+        else:
+            yield store, key, value

@@ -7,6 +7,8 @@ import sys
 import types
 from pathlib import Path
 
+import pytest
+
 import fmuon
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +38,16 @@ def test_the_figures_are_those_of_the_committed_run():
     assert f"a validation loss of {muon[final]:.3f} nats per byte with Muon" in text
     assert f"and {adamw[final]:.3f} with AdamW" in text
     assert f"Muon reaches after {muon[steps]} steps" in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+def test_the_tables_are_those_of_the_committed_records(page, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import tables
+
+    text = (ROOT / page).read_text()
+    assert tables.rendered(text) == text
+    assert "Not recorded" not in text
 
 
 def test_the_commands_are_targets_that_set_themselves_up():

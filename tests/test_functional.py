@@ -848,3 +848,101 @@ def test_a_state_of_undeclared_views_is_refused():
         message(fmuon.StateError, fmuon.apply_updates, {"w": params["w"]}, {"v": params["w"]}),
         """updates: ['v'] are no leaves of params; pass the params of the update""",
     )
+
+
+# ---- variants ------------------------------------------------------------------------------------
+
+
+def test_adaptive_multiplies_a_leaf_by_its_dual_norm():
+    method = fmuon.NewtonSchulz(dtype="float64")
+    shapes = {"w": (4, 6), "t": (6, 4), "x": (3, 4, 6), "b": (5, 6)}
+    grads = {k: torch.randn(s, dtype=torch.float64) for k, s in shapes.items()}
+    labels = {"x": fmuon.Matrix(1, 2), "b": fmuon.Matrix(blocks=(2, 3))}
+    opts = [
+        fmuon.muon(1.0, orthogonalize=method, scale="none", adaptive=adaptive,
+                   labels=labels | {"re:.*": "muon"})
+        for adaptive in (False, True)
+    ]  # fmt: skip
+    plain, adaptive = (opt.update(grads, opt.init(grads), 0)[0] for opt in opts)
+    for k, factor in plain.items():
+        # Of a first step: b (1 - b) G / (1 - b^2) + (1 - b) G / (1 - b); updates are -O.
+        look = grads[k] * (0.95 * 0.05 / (1 - 0.95**2) + 1)
+        assert_close(adaptive[k], factor * -(look * factor).sum(), rtol=1e-9, atol=1e-9)
+
+
+def test_cautious_decay_spares_what_the_update_pushes_away_from_zero():
+    params = {"w": torch.randn(5, 7), "v": torch.randn(6)}
+    grads = {k: torch.randn_like(p) for k, p in params.items()}
+    bare = one_step(params, grads)
+    opt = fmuon.muon(0.1, orthogonalize=EXACT, weight_decay=0.5, decay="cautious")
+    cautious, _ = opt.update(grads, opt.init(params), 0, params)
+    for k, p in params.items():
+        # An update of the sign of -W shrinks W.
+        shrinks = bare[k] * p <= 0
+        assert 0 < shrinks.sum() < p.numel()
+        assert_close(cautious[k], bare[k] - torch.where(shrinks, 0.05 * p, 0))
+
+
+def test_momentum_in_bfloat16_is_rounded_when_it_is_stored():
+    params = {"w": torch.randn(4, 6), "v": torch.randn(3)}
+    grads = {k: torch.randn_like(p) for k, p in params.items()}
+    opt = fmuon.muon(momentum_dtype=torch.bfloat16, auxiliary=fmuon.adamw(mu_dtype=torch.bfloat16))
+    state = opt.init(params)
+    updates, after = opt.update(grads, state, 0)
+    plain, expected = fmuon.update(grads, fmuon.init(params), 0)
+    assert_close(updates, plain, rtol=0, atol=0)
+    for ours, full in (
+        (after["momentum"]["w"], expected["momentum"]["w"]),
+        (after["auxiliary"]["mu"]["v"], expected["auxiliary"]["mu"]["v"]),
+    ):
+        assert_same_bits(ours, full.to(torch.bfloat16))
+    assert after["auxiliary"]["nu"]["v"].dtype == torch.float32
+    own = {k: p.clone() for k, p in params.items()}
+    fmuon.update_(opt, own, grads, state, 0)
+    assert_close(state, after, rtol=0, atol=0)
+
+
+def test_a_rule_may_have_a_learning_rate_of_its_own():
+    params = {"w": torch.randn(4, 6), "v": torch.randn(3)}
+    own = fmuon.muon(1.0, auxiliary=fmuon.adamw(lr=lambda step: 0.25 * (step + 1)))
+    scaled = fmuon.muon(1.0, auxiliary=fmuon.adamw(lr_scale=0.5))
+    state = own.init(params)
+    updates, _ = own.update(params, state, 1)
+    expected, _ = scaled.update(params, state, 1)
+    assert_close(updates, expected)
+    # A rate for all is that of the matrices, one for a leaf is the leaf's.
+    updates, _ = own.update(params, state, 1, lr=2.0)
+    assert_close(updates["v"], expected["v"])
+    assert_close(updates["w"], 2 * expected["w"])
+    updates, _ = own.update(params, state, 1, lr={"v": 1.0})
+    assert_close(updates["v"], 2 * expected["v"])
+
+
+def test_eps_root_is_under_the_root():
+    params = {"w": torch.randn(4, 6), "v": torch.randn(3, dtype=torch.float64)}
+    opt = fmuon.muon(1.0, auxiliary=fmuon.adamw(eps=1e-3, eps_root=1e-2))
+    updates, _ = opt.update(params, opt.init(params), 0)
+    g = params["v"]
+    assert_close(updates["v"], -g / ((g**2 + 1e-2).sqrt() + 1e-3))
+
+
+def test_a_mask_leaves_the_decay_of_a_rule_alone():
+    params = {"w": torch.randn(4, 6), "v": torch.randn(3)}
+    zeros = {k: torch.zeros_like(p) for k, p in params.items()}
+    opt = fmuon.muon(
+        1.0, weight_decay=lambda path, leaf: 0.5, auxiliary=fmuon.adamw(weight_decay=0)
+    )
+    updates, _ = opt.update(zeros, opt.init(params), 0, params)
+    assert not updates["v"].any()
+    assert_close(updates["w"], -0.5 * params["w"])
+    updates, _ = opt.update(zeros, opt.init(params), 0, params, weight_decay={"v": 0.1})
+    assert_close(updates["v"], -0.1 * params["v"])
+
+
+def test_a_view_may_have_a_scale_of_its_own():
+    params = {"a": torch.randn(4, 6), "b": torch.randn(4, 6)}
+    updates = one_step(
+        params, {"a": params["a"], "b": params["a"]}, labels={"b": fmuon.Matrix(scale=3.0)},
+        scale="none",
+    )  # fmt: skip
+    assert_close(updates["b"], 3 * updates["a"])

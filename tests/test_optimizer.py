@@ -752,3 +752,42 @@ def test_a_group_value_as_numpy_or_under_another_default_device():
     with torch.device("meta"):
         optimizer.step()
     assert optimizer.state[model.first.weight]["step"] == 1
+
+
+# ---- variants ------------------------------------------------------------------------------------
+
+
+def test_second_moment_and_dtypes_are_part_of_the_state_dict():
+    options = {
+        "second_moment": "normuon",
+        "momentum_dtype": torch.bfloat16,
+        "auxiliary": fmuon.adamw(mu_dtype=torch.bfloat16),
+    }
+    model = Model()
+    optimizer = fmuon.FMuon(model, lr=0.01, **options)
+    gradients(model)
+    optimizer.step()
+    kept = optimizer.state[model.first.weight]
+    assert kept["momentum_buffer"].dtype == torch.bfloat16
+    assert kept["second_momentum_buffer"].shape == (model.first.weight.shape[0], 1)
+    twin = copy.deepcopy(model)
+    other = fmuon.FMuon(twin, lr=0.01, **options)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        two.grad = one.grad.clone()
+    optimizer.step()
+    other.step()
+    assert_same_bits(tensors(model), tensors(twin))
+    for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_same_bits(optimizer.state.get(one, {}), other.state.get(two, {}))
+
+
+def test_a_learning_rate_of_a_rule_becomes_a_ratio():
+    model = Model()
+    optimizer = fmuon.FMuon(model, lr=0.02, auxiliary=fmuon.adamw(lr=0.005))
+    assert [group["lr"] for group in optimizer.param_groups] == [0.02, 0.02]
+    assert optimizer.param_groups[1]["lr_scale"] == pytest.approx(0.25)
+    with pytest.raises(fmuon.ConfigurationError, match="lr_scale"):
+        fmuon.FMuon(model, lr=0.0, auxiliary=fmuon.adamw(lr=0.005))
+    with pytest.raises(fmuon.ConfigurationError, match="lr_scale"):
+        fmuon.FMuon(model, lr=0.1, auxiliary=fmuon.adamw(lr=lambda step: 0.1))

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 import fmuon
 from fmuon.coefficients import COEFFICIENTS
+from fmuon.orthogonalize import NORMALIZATIONS
 
 EXACT = fmuon.NewtonSchulz(dtype=torch.float32)
 # Five steps of three products each in float32 on values of order 1.
@@ -208,3 +209,67 @@ def test_errors_name_what_is_known():
         message(fmuon.muon, orthogonalize=3),
         """orthogonalize=3: give a callable [..., m, n] -> [..., m, n] or one of 'newton_schulz', 'gram_newton_schulz'""",
     )
+
+
+# ---- normalizations ------------------------------------------------------------------------------
+
+
+def normalised(x, kind):
+    """X / |X| in float64, one matrix at a time; the rows of aol are those of the wide matrix."""
+    wide = x.double() if x.shape[0] <= x.shape[1] else x.double().T
+    gram = wide @ wide.T
+    size = {
+        "frobenius": lambda: wide.norm(),
+        "spectral": lambda: torch.linalg.svdvals(wide)[0],
+        "schatten": lambda: (torch.linalg.svdvals(wide) ** 4).sum() ** 0.25,
+        "aol": lambda: gram.abs().sum(1, keepdim=True).sqrt(),
+    }[kind]()
+    return wide / size
+
+
+@pytest.mark.parametrize("kind", NORMALIZATIONS)
+@pytest.mark.parametrize("norm", ["scale_free", "add", "clamp"])
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (4, 4), (1, 6)])
+def test_every_normalization_follows_its_formula(kind, norm, shape):
+    x = torch.randn(shape, dtype=torch.float64)
+    expected = normalised(x, kind)
+    for a, b, c in COEFFICIENTS["jordan"].polynomials():
+        gram = expected @ expected.T
+        expected = a * expected + (b * gram + c * gram @ gram) @ expected
+    method = fmuon.NewtonSchulz(eps=0.0, norm=norm, normalization=kind)
+    assert_close(method(x), expected if shape[0] <= shape[1] else expected.T, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", NORMALIZATIONS)
+def test_every_normalization_bounds_the_singular_values_by_one(kind):
+    for shape in ((6, 6), (6, 30), (1, 4)):
+        x = torch.randn(shape, dtype=torch.float64)
+        assert torch.linalg.svdvals(normalised(x, kind)).max() <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("kind", NORMALIZATIONS)
+@pytest.mark.parametrize("method", [fmuon.NewtonSchulz, fmuon.GramNewtonSchulz])
+def test_every_normalization_takes_any_scale_zero_and_nan(kind, method):
+    orthogonalise = method(dtype="float32", normalization=kind)
+    x = torch.randn(4, 9)
+    expected = orthogonalise(x)
+    for power in (-36, -20, 18, 37):
+        assert_close(orthogonalise(x * 10.0**power), expected, rtol=1e-3, atol=1e-3)
+    stack = torch.stack([x, torch.zeros(4, 9), x])
+    stack[2, 1, 1] = float("inf")
+    found = orthogonalise(stack)
+    assert_close(found[0], expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(found[1], torch.zeros(4, 9))
+    assert found[2].isnan().any()
+
+
+@pytest.mark.parametrize("kind", NORMALIZATIONS)
+def test_the_safety_factor_is_that_of_the_norm(kind):
+    x = torch.randn(4, 7, dtype=torch.float64)
+    family = COEFFICIENTS["polar_express"]
+    expected = normalised(x, kind) / family.norm_safety
+    for a, b, c in family.polynomials():
+        gram = expected @ expected.T
+        expected = a * expected + (b * gram + c * gram @ gram) @ expected
+    method = fmuon.NewtonSchulz("polar_express", eps=0.0, normalization=kind)
+    assert_close(method(x), expected, rtol=1e-9, atol=1e-10)

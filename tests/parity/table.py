@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far every preset ends from its peer, as a table in docs/parity.md.
+
+python tests/parity/table.py    run all comparisons and write the table
+"""
+
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
+HEAD = ("preset", "peer", "products", "case", "allowed", "largest difference")
+START, END = "<!-- table -->", "<!-- /table -->"
+
+
+def rows(cases):
+    """What is known of the cases before they are run, and the case itself."""
+    return [(c.preset, c.peer, c.products, c.title, f"{c.bound:.1e}", c) for c in cases]
+
+
+def read():
+    """The rows of the page."""
+    body = PAGE.read_text().split(START)[1].split(END)[0]
+    lines = [line for line in body.splitlines() if line.startswith("| ")][1:]
+    return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
+
+
+def main():
+    from cases import cases
+
+    lines = [HEAD, ("---",) * len(HEAD)]
+    for *cells, case in rows(cases()):
+        found = case.run()
+        main = max(value for leaf, value in found.items() if case.allowed(leaf) == case.bound)
+        lines.append((*cells, f"{main:.1e}"))
+        print(*lines[-1], sep="  ")
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    text = re.sub(f"{START}.*{END}", f"{START}\n{table}\n{END}", PAGE.read_text(), flags=re.DOTALL)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
