@@ -93,14 +93,16 @@ def plan(
     """Group leaves into buckets whose stacks are as large as `max_stack_bytes` allows.
 
     None is 2^28 for results in memory of their own; in place, where the stacks are most of what a
-    step needs, it is two of the largest leaf and a sixteenth of them all.
+    step needs, it is the largest leaf and a 32nd of them all, but not less than 2^20: below that
+    batches are too small to be fast.
 
     The grouping depends on paths, shapes, dtypes and devices only, not on the order of the leaves,
     so every replica groups alike.
     """
     if max_stack_bytes is None:
         sizes = [_bytes(leaf) for leaf in leaves]
-        max_stack_bytes = 2 * max(sizes, default=1) + sum(sizes) // 16 if in_place else 2**28
+        thrifty = max(max(sizes, default=0) + sum(sizes) // 32, 2**20)
+        max_stack_bytes = thrifty if in_place else 2**28
     groups: dict[tuple[torch.dtype, torch.device], list[MatrixLeaf]] = defaultdict(list)
     for leaf in sorted(leaves, key=lambda leaf: leaf.path):
         groups[leaf.dtype, leaf.device].append(leaf)

@@ -19,6 +19,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 # Arguments that change from call to call: as Python numbers each value would be a graph of its own.
 _SCALARS = frozenset({"step", "lr", "weight_decay", "momentum", "betas", "eps"})
 
+# Loops that share only a few scalars don't belong in one kernel on a CPU, which launches nothing:
+# such a kernel keeps the results of a bucket alive until those of later ones are there.
+_ON_CPU: dict[str, Any] = {"score_fusion_memory_threshold": 4096}
+
 
 def compile(
     function: Function,
@@ -51,9 +55,11 @@ def compile(
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor import list_mode_options
 
-    options = list_mode_options(mode) if backend == "inductor" else None
+    options: dict[str, Any] | None = None
+    if backend == "inductor":
+        options = list_mode_options(mode) | ({} if torch.accelerator.is_available() else _ON_CPU)
     compiled = torch.compile(
-        _own_code(function), fullgraph=True, dynamic=False, backend=backend, options=options or None
+        _own_code(function), fullgraph=True, dynamic=False, backend=backend, options=options
     )
     signature = inspect.signature(function)
     keywords = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]

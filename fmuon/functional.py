@@ -372,7 +372,7 @@ def muon(
         missing: what a gradient of None means: "skip" (leave leaf and state alone), "zero" (as if
             it were zero) or "error".
         max_stack_bytes: how much of the matrices is copied into stacks at a time; None is 2^28 for
-            `update`, and for `update_` two of the largest leaf and a sixteenth of them all.
+            `update`, and for `update_` the largest leaf and a 32nd of them all, or 2^20.
         differentiable: keep the autograd graph through the update.
 
     Returns:

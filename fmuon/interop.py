@@ -351,5 +351,5 @@ def _check_paths(
 def _as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach()
-    # An array of numpy or jax; their bfloat16 is not one that torch takes.
-    return torch.as_tensor(value.astype("float32") if value.dtype.itemsize < 4 else value)
+    # A copy of an array of numpy, whose bfloat16 is not one that torch takes.
+    return torch.as_tensor(value.astype("float32" if value.dtype.itemsize < 4 else value.dtype))

@@ -278,3 +278,20 @@ def test_the_limit_counts_bytes_of_the_dtype_of_the_arithmetic():
 def test_the_limit_counts_every_matrix_of_a_stack_axis():
     cases = named([(Matrix(1, 2), (2, 4, 6))] * 3)
     assert len(planned(cases, limit=2 * 96)) == 3
+
+
+def test_in_place_stacks_stay_small_beside_many_leaves():
+    size = 4 * 256 * 512
+    leaves = [
+        MatrixLeaf(f"w{i:02}", Matrix().view("w", (256, 512)), torch.float32, CPU)
+        for i in range(64)
+    ]
+
+    def sizes(leaves, in_place):
+        buckets = plan(leaves, none, None, in_place=in_place)
+        return [sum(size * sum(spec.counts) for spec in bucket.stacks) for bucket in buckets]
+
+    assert sizes(leaves, False) == [64 * size]
+    assert sizes(leaves, True) == [3 * size] * 21 + [size]
+    # Small ones are stacked whatever share of the whole they are.
+    assert sizes(leaves[:2], True) == [2 * size]

@@ -1,5 +1,8 @@
 """Both optimizers over the same 20 steps, and how far apart they end."""
 
+import math
+from typing import NamedTuple
+
 import problems
 import torch
 
@@ -42,10 +45,22 @@ def tensors(arrays, dtype=torch.float32):
     return {name: torch.from_numpy(array).to(dtype) for name, array in arrays.items()}
 
 
+class Difference(NamedTuple):
+    """Of one leaf: |ours - theirs| / |theirs - start|, and how much of it may be that both round
+    their weights at every step, whoever computes what is added."""
+
+    value: float
+    rounding: float
+
+
 def differences(ours, theirs, start):
-    """Name -> |ours - theirs| / |theirs - start|, Frobenius, in float64."""
+    """Name -> difference in Frobenius norms."""
     found = {}
     for name, begin in start.items():
-        moved = theirs[name].double() - begin.double()
-        found[name] = float((ours[name].double() - theirs[name].double()).norm() / moved.norm())
+        moved = (theirs[name].double() - begin.double()).norm()
+        apart = (ours[name].double() - theirs[name].double()).norm()
+        unit = torch.finfo(ours[name].dtype).eps / 2
+        weight = max(begin.double().norm(), theirs[name].double().norm())
+        rounding = 2 * unit * math.sqrt(problems.STEPS) * weight
+        found[name] = Difference(float(apart / moved), float(rounding / moved))
     return found

@@ -15,10 +15,10 @@ SHAPES = problems.MATRICES | problems.OTHERS
 FIRST, SECOND = range(10), range(10, 20)
 
 
-def check(ours, theirs, bound=cases.FLOAT32, others=None):
-    found = differences(ours, theirs, tensors(problems.weights(SHAPES)))
-    for leaf, value in found.items():
-        assert value <= (others if others and leaf in problems.OTHERS else bound), found
+def check(ours, theirs, shapes=SHAPES, bound=cases.FLOAT32):
+    found = differences(ours, theirs, tensors(problems.weights(shapes)))
+    beyond = {leaf: f for leaf, f in found.items() if not f.value <= bound + f.rounding}
+    assert found and not beyond, beyond
 
 
 # ---- muon-optimizer ------------------------------------------------------------------------------
@@ -82,15 +82,16 @@ def test_owner_only_momentum_of_two_ranks():
     state, step = interop.read(ranks, opt, half, format="muon_optimizer", names=names, step=10)
     assert step == 10
     ours, _ = run(opt, problems.MATRICES, steps=SECOND, start=half, state=state)
-    check_matrices = differences(ours, whole, tensors(problems.weights(problems.MATRICES)))
-    assert max(check_matrices.values()) <= cases.FLOAT32
+    check(ours, whole, problems.MATRICES)
 
 
 # ---- torch.optim.Muon ----------------------------------------------------------------------------
 
 
 def torch_muon(params):
-    module = cases.in_float32("float32", "torch.optim._muon", "grad.bfloat16()", "grad.float()")
+    module = cases.in_float32(
+        "float32", "torch.optim._muon", "grad.bfloat16()", "grad.float().clone()"
+    )
     return module.Muon([params[k] for k in problems.MATRICES], lr=cases.LR)
 
 
@@ -103,12 +104,11 @@ def test_goes_on_from_torch_and_back():
     like = theirs.state_dict()
     state, _ = interop.read(like, opt, half, format="torch", names=names, step=10)
     ours, _ = run(opt, shapes, steps=SECOND, start=half, state=state)
-    start = tensors(problems.weights(shapes))
-    assert max(differences(ours, whole, start).values()) <= cases.FLOAT32
+    check(ours, whole, shapes)
     half, state = run(opt, shapes, steps=FIRST)
     saved = interop.write(state, 10, like, format="torch", names=names)
     back, _ = run_torch(torch_muon, shapes, steps=SECOND, start=half, saved=saved)
-    assert max(differences(back, whole, start).values()) <= cases.FLOAT32
+    check(back, whole, shapes)
 
 
 # ---- optax ---------------------------------------------------------------------------------------
@@ -191,8 +191,8 @@ def test_goes_on_from_a_recorded_checkpoint(name):
     state, step = interop.read(saved, opt, half, **read, step=10)
     assert step == 10
     ours, after = run(opt, shapes, steps=SECOND, start=half, state=state)
-    found = differences(ours, whole, tensors(problems.weights(shapes)))
-    assert max(found.values()) <= cases.FLOAT32, found
+    # Polar Express amplifies; see cases.CONDITION.
+    check(ours, whole, shapes, cases.FLOAT32 + (max(cases.CONDITION.values()) * 2**-24))
     # Back: what is written is what it had saved, up to the rounding of the sum's factor.
     again = interop.write(state, 10, saved, **read)
     for index, held in saved["state"].items():
