@@ -39,6 +39,11 @@ class Preset:
     source: str
     row: Callable[..., Values]
 
+    def __post_init__(self) -> None:
+        # What help() shows of a preset is what its row says.
+        object.__setattr__(self, "__doc__", self.row.__doc__)
+        object.__setattr__(self, "__signature__", inspect.signature(self.row))
+
     def __call__(
         self, lr: Scalar | None = None, *, params: Any = None, **options: Any
     ) -> Transformation:

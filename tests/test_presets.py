@@ -2,6 +2,7 @@
 """Presets against formulas; tests/parity compares them with the optimizers themselves."""
 
 import dataclasses
+import inspect
 import math
 from types import SimpleNamespace
 
@@ -153,7 +154,8 @@ def test_a_row_gives_options_of_muon_and_may_be_overruled(name):
     opt = preset(0.5, params=model, scale="none", momentum_dtype=torch.bfloat16)
     config = opt.update.__self__
     assert (config.lr, config.momentum_dtype, config.scale(4, 2)) == (0.5, torch.bfloat16, 1)
-    assert preset.row.__doc__
+    assert preset.row.__doc__ and preset.__doc__ == preset.row.__doc__
+    assert "lr" in inspect.signature(preset).parameters
 
 
 @pytest.mark.parametrize("name", PRESETS)

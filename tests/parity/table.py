@@ -23,7 +23,7 @@ def rows(cases):
 def read():
     """The rows of the page."""
     body = PAGE.read_text().split(START)[1].split(END)[0]
-    lines = [line for line in body.splitlines() if line.startswith("| ")][1:]
+    lines = [line for line in body.splitlines() if line.startswith("| ")][2:]
     return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]
 
 
