@@ -283,6 +283,8 @@ def torch_case(options, products, *, spectrum="gaussian", schedule=None, dtype=t
         shapes, spectrum=spectrum, schedule=schedule, dtype=dtype,
     )  # fmt: skip
     own = in_dtype("torch", products, **options)
+    if dtype == torch.bfloat16:
+        own["momentum_dtype"] = dtype
     opt = fmuon.presets.torch(LR, labels=is_matrix, **own)
     rate = None if schedule is None else lambda step: LR * schedule(step)
     ours, _ = run(opt, shapes, spectrum=spectrum, schedule=rate, dtype=dtype)
@@ -298,6 +300,8 @@ def torch_cases():
         yield case("scheduled", bound, partial(torch_case, {}, products, schedule=rising))
         decaying = partial(torch_case, {}, products, spectrum="decaying")
         yield case("decaying", max(bound, DECAYING), decaying)
+    in_16_bits = partial(torch_case, {}, "bfloat16", dtype=torch.bfloat16)
+    yield case("parameters and momentum in bfloat16", BFLOAT16, in_16_bits)
 
 
 # ---- golden numbers ------------------------------------------------------------------------------
