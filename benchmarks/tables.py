@@ -62,31 +62,29 @@ def all_steps(rows: Sequence[Row]) -> str:
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Products in float32: the fastest peer, fmuon, and its distance from the floor."""
+    """Products in float32, like with like: the fastest peer of each form, and fmuon."""
     lines: list[Sequence[Any]] = []
     for name in dict.fromkeys(row["inventory"] for row in rows):
-        run = [row for row in _timed(rows, name) if row["products"] == "float32"]
-        own = [row for row in run if row["package"] == "fmuon"]
-        peer = min((row for row in run if row["package"] != "fmuon"), key=_fastest)
-        best = min(own, key=_fastest)
-        eager, compiled = (
-            min((row for row in own if _form(row) == form), key=_fastest)
-            for form in ("FMuon", "FMuon compiled")
-        )
-        lines.append(
-            (
-                INVENTORIES[name].title,
-                f"{_ms(peer)} ({peer['subject'].split(',')[0]})",
-                _ms(eager),
-                _ms(compiled),
-                _ms(best),
-                _ratio(peer["seconds_min"], best["seconds_min"]),
-                _multiples(best)[0],
+        run = [row for row in _timed(rows, name) if row["products"] == "float32" and row["same"]]
+        for method, form in (("newton_schulz", "standard"), ("gram", "Gram")):
+            alike = [row for row in run if row["method"] == method]
+            own = {_form(row): row for row in alike if row["package"] == "fmuon"}
+            peer = min((row for row in alike if row["package"] != "fmuon"), key=_fastest)
+            ours = ("FMuon", "FMuon compiled", "update compiled")
+            best = min(own.values(), key=_fastest)
+            lines.append(
+                (
+                    INVENTORIES[name].title,
+                    form,
+                    f"{_ms(peer)} ({_form(peer)})",
+                    *(_ms(own[of]) for of in ours),
+                    _ratio(peer["seconds_min"], best["seconds_min"]),
+                    _multiples(best)[0],
+                )
             )
-        )
     header = (
-        "milliseconds per step", "fastest peer", "FMuon", "FMuon compiled", "best of fmuon",
-        "peer / fmuon", "fmuon / floor",
+        "milliseconds per step", "form", "fastest peer", "FMuon", "FMuon compiled",
+        "update compiled", "peer / best of fmuon", "best of fmuon / floor",
     )  # fmt: skip
     return f"{_table(header, lines)}\n\n{_footnote(rows)}"
 
@@ -132,7 +130,8 @@ def _footnote(rows: Sequence[Row]) -> str:
     ratios: list[str] = []
     for name in dict.fromkeys(row["inventory"] for row in rows):
         run = _timed(rows, name)
-        own = [row for row in run if row["package"] == "fmuon"]
+        native = {"bfloat16"} if rows[0]["native_bfloat16"] else {"float32"}
+        own = [row for row in run if row["package"] == "fmuon" and row["products"] in native]
         for row in run:
             if row["subject"] == "torch.optim.Muon" and own:
                 fastest = min(map(_fastest, own))
@@ -145,7 +144,8 @@ def _footnote(rows: Sequence[Row]) -> str:
         else "which this CPU doesn't multiply natively and emulates"
     )
     return (
-        f"torch.optim.Muon takes {', '.join(ratios)} times as long as the best of fmuon. It "
+        f"torch.optim.Muon takes {', '.join(ratios)} times as long as the best of fmuon in "
+        f"{'bfloat16' if rows[0]['native_bfloat16'] else 'float32'}. It "
         f"multiplies one matrix after the other and always in bfloat16, {reason}."
     )
 

@@ -407,9 +407,12 @@ def muon(
 
 def configuration_of(opt: Transformation) -> Muon:
     """The configuration whose methods a transformation holds."""
-    owner = getattr(opt.update, "__self__", None)
+    owner = getattr(getattr(opt, "update", None), "__self__", None)
     if not isinstance(owner, Muon):
-        raise ConfigurationError(f"{opt!r} was not made by fmuon.muon or a preset")
+        raise ConfigurationError(
+            f"a {type(opt).__name__} that was not made by fmuon.muon or a preset; give what they "
+            f"return"
+        )
     return owner
 
 

@@ -11,7 +11,14 @@ its groups. A format is a row of `FORMATS`.
 
 A torch optimizer numbers its parameters. `names` are their paths in that order:
 `[name_of[p] for group in other.param_groups for p in group["params"]]`; they may be left out where
-the groups carry `param_names`.
+the groups carry `param_names`. Only states are converted: learning rates and other hyper-parameters
+stay those of `opt`, or of the groups that `write` is given.
+
+Formats: "torch" (torch.optim.Muon, AdamW), "muon_optimizer" (also for the presets jordan and
+normuon), "dion", "moonlight", "optax", and "fmuon" for `FMuon`:
+
+>>> state, _ = interop.read(saved, opt, params, format="torch", names=names, step=1000)
+>>> optimizer.load_state_dict(interop.write(state, 1000, optimizer.state_dict(), format="fmuon"))
 """
 
 import functools

@@ -82,7 +82,8 @@ class FMuon(Optimizer):
             and "auxiliary"; group dicts stay as they are. A group may carry `use_muon` (bool),
             `algorithm` ("muon" or a rule), or `rules`, one label per parameter.
         lr: one learning rate for all groups, a float or a 0-d tensor. A group's `lr_scale` is
-            multiplied to it; that of the auxiliary group is its rule's.
+            multiplied to it; that of the auxiliary group is its rule's, or 1 in a group dict that
+            says its own lr.
         compile: "auto" compiles with "max-autotune" on accelerators and not on CPUs; a mode of
             torch.compile; or False.
         preset: a name in `fmuon.presets.PRESETS`; `options` replace its values.
@@ -276,11 +277,13 @@ class FMuon(Optimizer):
             return
         own: dict[str, Any] = {"betas": rules[0].betas, "eps": rules[0].eps}
         if not any(isinstance(label, Matrix) for label in labels):
-            own["lr_scale"] = rules[0].lr_scale
+            # A rate that the group says itself is meant as it stands.
+            own["lr_scale"] = 1.0 if "lr" in group else rules[0].lr_scale
             if rules[0].weight_decay is not None:
                 own["weight_decay"] = rules[0].weight_decay
         for name, value in own.items():
-            if name not in group and any(getattr(rule, name) != value for rule in rules):
+            differ = any(getattr(rule, name) != getattr(rules[0], name) for rule in rules)
+            if name not in group and differ:
                 raise ConfigurationError(
                     f"a group whose rules {sorted(map(str, rules))} differ in {name}: say {name} "
                     f"in the group, or make a group for each rule"
@@ -492,8 +495,8 @@ class FMuon(Optimizer):
                 if found and found != wanted:
                     raise StateError(
                         f"parameter {name!r}: the state_dict holds {sorted(found)}, its label "
-                        f"{rule!r} needs {sorted(wanted)}; it was saved by another optimizer, or "
-                        f"with another label"
+                        f"{rule!r} needs {sorted(wanted)}; it was saved with another label, or by "
+                        f"another optimizer, whose states fmuon.interop reads"
                     )
 
     def _matched(self, saved: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch import dtype as Dtype
 
 from fmuon.auxiliary import adamw, nadamw
-from fmuon.base import ConfigurationError, Matrix, Scalar, Transformation, lookup
+from fmuon.base import ConfigurationError, Matrix, Scalar, Transformation, lookup, near_misses
 from fmuon.coefficients import CoefficientSet
 from fmuon.functional import muon
 from fmuon.orthogonalize import NewtonSchulz
 from fmuon.partition import Label
+from fmuon.scalars import is_mask
 from fmuon.second_moment import NorMuon
 
 Values: TypeAlias = dict[str, Any]
@@ -53,6 +54,13 @@ class Preset:
     def values(self, params: Any = None, **options: Any) -> Values:
         """The values for `muon`, those in `options` first."""
         names = set(inspect.signature(self.row).parameters)
+        known = names | set(inspect.signature(muon).parameters)
+        if unknown := [name for name in options if name not in known]:
+            raise ConfigurationError(
+                f"preset {self.row.__name__!r} has no argument {unknown[0]!r}"
+                f"{near_misses(unknown[0], known)}; its own are {', '.join(sorted(names))}, and "
+                f"those of fmuon.muon"
+            )
         own = {name: options.pop(name) for name in names & set(options)}
         if "params" in names:
             own["params"] = params
@@ -220,6 +228,11 @@ def _masked(weight_decay: float, mask: Any) -> Callable[[str, Tensor], float]:
 def _by_leaf(tree: Any) -> Callable[[str, Tensor], Any]:
     """A tree of values, or a prefix of one, as a function of the leaf."""
     if callable(tree):
+        if not is_mask(tree):
+            raise ConfigurationError(
+                "a callable of the whole tree, as optax takes it; give one of a leaf, (path, "
+                "tensor) -> value, or the tree itself"
+            )
         return tree
     values = dict(_entries(tree, ""))
 
@@ -430,7 +443,8 @@ def normuon(
 ) -> Values:
     """The authors' code; axis="long" averages as modded-nanogpt and nanochat do.
 
-    A missing gradient counts as zero. Leaves of more axes are stacks of matrices.
+    A missing gradient counts as zero. Leaves of more axes are stacks of matrices; the authors
+    orthogonalise a convolution as one matrix, and even out its last two axes, which is not matched.
     """
     return jordan.row(
         lr, weight_decay, momentum, adam_lr, adam_betas, adam_eps, adam_weight_decay

@@ -262,3 +262,45 @@ def test_presets_are_equal_when_their_values_are():
     first, second = fmuon.presets.jordan(0.1), fmuon.presets.jordan(0.1)
     assert first.update.__self__ == second.update.__self__
     assert dataclasses.is_dataclass(fmuon.presets.jordan)
+
+
+@pytest.mark.parametrize("preset", [None, "jordan", "normuon"])
+def test_the_learning_rate_that_a_group_says_is_meant_as_it_stands(preset):
+    p = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
+    groups = [
+        {"params": p[:1], "use_muon": True, "lr": 0.05},
+        {"params": p[1:], "use_muon": False, "lr": 1e-3},
+    ]
+    options = {} if preset else {"auxiliary": fmuon.adamw(lr_scale=0.1)}
+    optimizer = fmuon.FMuon(groups, preset=preset, **options)
+    assert [group["lr_scale"] for group in optimizer.param_groups] == [1, 1]
+    for q in p:
+        q.grad = torch.ones_like(q)
+    optimizer.step()
+    # The first step of Adam has the size of the learning rate.
+    assert_close(1 - p[1], torch.full((4,), 1e-3), rtol=1e-4, atol=0)
+
+
+def test_foreign_arguments_are_answered_with_the_rows_own():
+    model = nn.Linear(3, 3)
+    assert_expected_inline(
+        "\n".join(
+            refusal(fmuon.FMuonError, function)
+            for function in (
+                lambda: fmuon.presets.optax(0.1, weight_decay_mask=lambda params: params),
+                lambda: fmuon.presets.moonlight(0.1, n_steps=5),
+                lambda: fmuon.FMuon(model, preset="torch", ns_step=5),
+                lambda: fmuon.explain(model, fmuon.FMuon(model)),
+            )
+        ),
+        """\
+a callable of the whole tree, as optax takes it; give one of a leaf, (path,
+tensor) -> value, or the tree itself
+preset 'moonlight' has no argument 'n_steps'; did you mean 'ns_steps'?; its own
+are adamw_betas, adamw_eps, lr, momentum, nesterov, ns_steps, wd, and those of
+fmuon.muon
+preset 'torch' has no argument 'ns_step'; did you mean 'ns_steps'?; its own are
+adjust_lr_fn, eps, lr, momentum, nesterov, ns_coefficients, ns_steps,
+weight_decay, and those of fmuon.muon
+a FMuon that was not made by fmuon.muon or a preset; give what they return""",
+    )
