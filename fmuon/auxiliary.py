@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fmuon.base import ConfigurationError, Scalar
-from fmuon.momentum import average, debias, look_ahead
+from fmuon.momentum import average, debias, look_ahead, root
 from fmuon.scalars import check_scalar
 
 Slots: TypeAlias = dict[str, Tensor]
@@ -160,16 +160,8 @@ def _adam(
     mu = average(slots["mu"], grad, b1)
     nu = average(slots["nu"], grad * grad, b2)
     first = look_ahead(mu, grad, b1, t, nesterov=nesterov, bias_correction=True)
-    root = _sqrt(nu / debias(b2, t).to(nu.dtype) + rule.eps_root) + eps.to(nu.dtype)
-    return first / root, {"mu": mu, "nu": nu}
-
-
-def _sqrt(x: Tensor) -> Tensor:
-    """The root, with derivative 0 at 0: an unused unit must not make meta-gradients NaN."""
-    if not torch.is_grad_enabled():
-        return x.sqrt()
-    positive = x > 0
-    return torch.where(positive, torch.where(positive, x, 1).sqrt(), 0)
+    denominator = root(nu / debias(b2, t).to(nu.dtype) + rule.eps_root) + eps.to(nu.dtype)
+    return first / denominator, {"mu": mu, "nu": nu}
 
 
 def _nadam(

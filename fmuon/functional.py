@@ -231,8 +231,8 @@ def _evened(
         even.append(evened)
         new.append(call.masked(averaged, spec.paths, moment))
     return even, [
-        # A copy: a view would keep the stack alive.
-        moment[tuple(slice(side) for side in v.shape)].clone()
+        # A copy, with the strides of a fresh one: a view would keep the stack alive.
+        moment[tuple(slice(side) for side in v.shape)].clone(memory_format=torch.contiguous_format)
         for moment, v in zip(unstack(bucket, new), old, strict=True)
     ]
 
@@ -520,7 +520,7 @@ def adapt_state(
                 f"its label has changed: name {origin!r} in drop and {path!r} in add"
             )
         target = functools.reduce(operator.getitem, store, fresh)
-        target[path] = resized(old[store, origin], tensor)
+        target[path] = resized(path, old[store, origin], tensor)
     return fresh
 
 

@@ -129,7 +129,9 @@ class _ByPath(Format):
         }
         for path, held in found.items():
             for key in parts[held.group["part"]].keys() - {"count"}:
-                parts[held.group["part"]][key][path] = held.values[key].cpu().numpy()
+                value: Tensor = held.values[key].detach().cpu()
+                wide = torch.promote_types(value.dtype, torch.float32)
+                parts[held.group["part"]][key][path] = value.to(wide).numpy()
         return parts
 
     def groups(self, like: Saved, names: Names) -> dict[str, Mapping[str, Any]]:  # noqa: ARG002
@@ -159,7 +161,8 @@ def _tensor(count: int) -> Tensor:
 
 
 _ADAM = {"mu": "exp_avg", "nu": "exp_avg_sq"}
-_MUON = {"momentum": "momentum_buffer", "second_moment": "second_momentum_buffer"}
+_MUON = {"momentum": "momentum_buffer"}
+_NORMUON = _MUON | {"second_moment": "second_momentum_buffer"}
 
 FORMATS: dict[str, Format] = {
     "torch": Format(
@@ -169,7 +172,7 @@ FORMATS: dict[str, Format] = {
     ),
     "muon_optimizer": Format(
         source="muon-optimizer 0.1.0 and NorMuon d45c9a4, all classes",
-        matrices=Kind(_MUON),
+        matrices=Kind(_NORMUON),
         others=Kind(_ADAM, count="step"),
     ),
     "dion": Format(
@@ -192,7 +195,7 @@ FORMATS: dict[str, Format] = {
     ),
     "fmuon": Format(
         source="fmuon.FMuon",
-        matrices=Kind(_MUON, count="step", make_count=_tensor),
+        matrices=Kind(_NORMUON, count="step", make_count=_tensor),
         others=Kind(_ADAM, count="step", make_count=_tensor),
     ),
 }
@@ -237,6 +240,7 @@ def read(
     expected = list(entries(state))
     paths = {path for _, path, _ in expected}
     _check_paths(paths, found, flatten(params)[0], add)
+    _check_kinds(row, expected, found)
     for store, path, fresh in expected:
         if path in add:
             continue
@@ -245,12 +249,7 @@ def read(
             count = counts[path]
             target[path] = fresh - (step if count is None else count)
             continue
-        key = row.kind(store).keys.get(store[-1])
-        if key is None or key not in held.values:
-            raise StateError(
-                f"{path!r}: opt keeps {store[-1]!r} for it, the checkpoint {sorted(held.values)}; "
-                f"label it in opt as the other optimizer trained it"
-            )
+        key = row.kind(store).keys[store[-1]]
         value = _as_tensor(held.values[key])
         if value.shape != fresh.shape:
             raise StateError(
@@ -287,6 +286,7 @@ def write(
     like = {} if like is None else like
     groups = row.groups(like, names)
     found: dict[str, _Held] = {}
+    others: set[str] = set()
     for store, path, tensor in entries(state):
         if store == ("missed",) or (groups and path not in groups):
             continue
@@ -294,12 +294,19 @@ def write(
         key = kind.keys.get(store[-1])
         if key is None:
             raise StateError(f"{path!r}: {format!r} has no place for {store[-1]!r}")
+        if kind is row.others:
+            others.add(path)
         group = groups.get(path, {"part": "adam" if store[0] == "auxiliary" else "muon"})
         held = found.setdefault(path, _Held(dict(kind.marks), group))
         scale = _of_sum(row, store, group)
         held.values[key] = tensor / scale if scale != 1 else tensor.clone()
         if kind.count is not None:
             held.values[kind.count] = kind.make_count(step - int(state["missed"][path]))
+    for path, held in found.items():
+        # A matrix may be without a second moment.
+        needed = row.others.keys.values() if path in others else ()
+        if lacking := [key for key in needed if key not in held.values]:
+            raise StateError(f"{path!r}: {format!r} needs {lacking} too, which the state lacks")
     if absent := sorted(set(groups) - set(found)):
         raise StateError(f"names: the state holds nothing of {absent}")
     return row.assembled(found, like, names, step)
@@ -353,6 +360,25 @@ def _check_paths(
         raise StateError(
             f"{'; '.join(told)}. Name what the checkpoint lacks in add=, and check the names"
         )
+
+
+def _check_kinds(
+    row: Format, expected: Sequence[tuple[tuple[str, ...], str, Tensor]], found: Mapping[str, _Held]
+) -> None:
+    """What the checkpoint holds of a leaf is what opt keeps of it, no less and no more."""
+    counts = {key for kind in (row.matrices, row.others) for key in (kind.count, *kind.marks)}
+    kept: dict[str, dict[str, str | None]] = {}
+    for store, path, _ in expected:
+        slots = kept.setdefault(path, {})
+        if store != ("missed",):
+            slots[store[-1]] = row.kind(store).keys.get(store[-1])
+    for path, slots in kept.items():
+        buffers = found[path].values.keys() - counts if path in found else set[str]()
+        if path in found and buffers != {key or slot for slot, key in slots.items()}:
+            raise StateError(
+                f"{path!r}: opt keeps {sorted(slots)} for it, the checkpoint {sorted(buffers)}; "
+                f"label it in opt as the other optimizer trained it"
+            )
 
 
 def _as_tensor(value: Any) -> Tensor:

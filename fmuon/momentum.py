@@ -45,3 +45,11 @@ def look_ahead(
     of_average = (b / debias(b, t + 1)).to(moment.dtype)
     of_gradient = ((1 - b) / debias(b, t)).to(moment.dtype)
     return torch.addcmul(moment * of_average, grad, of_gradient)
+
+
+def root(x: Tensor) -> Tensor:
+    """The root, with derivative 0 at 0: an unused unit must not make meta-gradients NaN."""
+    if not torch.is_grad_enabled():
+        return x.sqrt()
+    positive = x > 0
+    return torch.where(positive, torch.where(positive, x, 1).sqrt(), 0)

@@ -6,6 +6,7 @@ This module keeps param groups and per-parameter state in torch's format; each s
 """
 
 import contextlib
+import pickle
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -561,14 +562,15 @@ class FMuon(Optimizer):
         fresh = {} if label == "frozen" else self._config.fresh(name, parameter, label)
         needed = {_SLOTS[slot]: zeros for slot, zeros in fresh.items()}
         return {
-            key: resized(value, needed[key].to(value)) if key in needed else value
+            key: resized(name, value, needed[key].to(value)) if key in needed else value
             for key, value in state.items()
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        """What pickle and deepcopy keep: torch's part, and the options without the labels."""
+        """What pickle and deepcopy keep: torch's part and the options, labels if they can be."""
+        labels = self._config.labels
         return super().__getstate__() | {
-            "_config": replace(self._config, labels=None),
+            "_config": replace(self._config, labels=labels if _can_be_pickled(labels) else None),
             "_compile": self._compile,
         }
 
@@ -715,6 +717,14 @@ def _decode(rule: Any) -> Label:
     if rule == "muon":
         return Matrix()
     return Matrix(**rule) if isinstance(rule, dict) else rule
+
+
+def _can_be_pickled(labels: Any) -> bool:
+    try:
+        pickle.dumps(labels)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True
 
 
 def _dense(grad: Tensor | None, parameter: Tensor) -> Tensor:

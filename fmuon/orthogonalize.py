@@ -212,7 +212,8 @@ def _frobenius(x: Stack) -> Tensor:
 def _spectral(x: Stack) -> Tensor:
     full = x.to(torch.promote_types(x.dtype, torch.float32))
     # The decomposition refuses a whole stack for one entry that isn't finite.
-    full = torch.where(_frobenius(full).isfinite(), full, 0)
+    peak = torch.linalg.vector_norm(full, float("inf"), dim=(-2, -1), keepdim=True)
+    full = torch.where(peak.isfinite(), full, 0)
     return torch.linalg.matrix_norm(full, 2, keepdim=True).to(x.dtype)
 
 

@@ -295,7 +295,9 @@ def _plan_update(
             continue
         _check_tensors(path, gradient, held, like, None if weights is None else weights[path])
         label = _label_in_state(config, path, like, held)
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        present = (like, gradient, None if weights is None else weights[path])
+        double = any(spec is not None and spec.dtype == torch.float64 for spec in present)
+        dtype = torch.float64 if double else torch.float32
         if not isinstance(label, Matrix):
             name = config.rule_name(label)
             key = name, dtype, like.device, *together(path, like.shape)

@@ -17,7 +17,7 @@ from torch import dtype as Dtype
 
 from fmuon.auxiliary import adamw, nadamw
 from fmuon.base import ConfigurationError, Matrix, Scalar, Transformation, lookup, near_misses
-from fmuon.coefficients import CoefficientSet
+from fmuon.coefficients import COEFFICIENTS, CoefficientSet
 from fmuon.functional import muon
 from fmuon.orthogonalize import NewtonSchulz
 from fmuon.partition import Label
@@ -115,6 +115,9 @@ def optax(
     `muon_weight_dimension_numbers` is a tree, or (path, tensor) -> one of: None (auxiliary), a
     `Matrix`, or what has a `reduction_axis` and an `output_axis`.
     """
+    if not isinstance(ns_coeffs, str):
+        # An array too.
+        ns_coeffs = list(getattr(ns_coeffs, "tolist", lambda: ns_coeffs)())
     power = preconditioning in ("aol", "schatten")
     rule = nadamw if nesterov else adamw
     return {
@@ -180,7 +183,9 @@ class _OptaxLabels:
             return label
         # What is done row by row meets the rows of the short side, of a square those of fan_in.
         view = label.view(path, tuple(leaf.shape))
-        return Matrix(label.fan_in, label.fan_out) if view.fan_out == view.fan_in else label
+        if view.fan_out != view.fan_in:
+            return label
+        return Matrix(label.fan_in, label.fan_out, label.blocks_in, label.blocks, label.scale)
 
 
 def _matrix(numbers: Any) -> Matrix:
@@ -194,9 +199,12 @@ def _matrix(numbers: Any) -> Matrix:
 
 
 def _optax_coefficients(coeffs: str | Sequence[Any], steps: int) -> str | CoefficientSet:
-    if isinstance(coeffs, str):
-        return lookup({"standard": "jordan", "dion": "you"}, coeffs, "ns_coeffs")
     source = "ns_coeffs of the caller"
+    if isinstance(coeffs, str):
+        name = lookup({"standard": "jordan", "dion": "you"}, coeffs, "ns_coeffs")
+        if name == "jordan":
+            return name
+        source, coeffs = COEFFICIENTS[name].source, COEFFICIENTS[name].published
     if _is_triple(coeffs):
         return CoefficientSet((_triple(coeffs),), source, tail="repeat")
     rows = tuple(_triple(row) for row in coeffs)

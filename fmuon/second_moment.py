@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fmuon.base import ConfigurationError, LeafError, Stack, View, lookup
+from fmuon.momentum import root
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class NorMuon:
         """
         short, long = factor.shape[-2:]
         moment = torch.lerp(moment, self._mean(factor * factor, short < long, tall), 1 - self.beta)
-        even = factor / (moment.sqrt() + self.eps)
+        even = factor / (root(moment) + self.eps)
         return even * (_norm(factor) / (_norm(even) + self.eps)), moment
 
     def _mean(self, square: Stack, oblong: bool, tall: Sequence[bool]) -> Tensor:

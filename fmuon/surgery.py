@@ -68,10 +68,15 @@ def _fits(old: tuple[int, ...], new: tuple[int, ...], may_resize: bool) -> bool:
     return old == new or (may_resize and len(old) > 0 and old[1:] == new[1:])
 
 
-def resized(old: Tensor, fresh: Tensor) -> Tensor:
+def resized(path: str, old: Tensor, fresh: Tensor) -> Tensor:
     """`old` in the shape of `fresh`: rows that both have are the old ones, further ones fresh."""
     if old.shape == fresh.shape:
         return old
+    if old.shape[1:] != fresh.shape[1:]:
+        raise StateError(
+            f"{path!r}: what is kept of it has the shape {tuple(old.shape)} and would have to be "
+            f"{tuple(fresh.shape)}, which is no change of rows; drop the leaf and add it"
+        )
     rows = min(len(old), len(fresh))
     result = fresh.clone()
     result[:rows] = old[:rows]

@@ -946,3 +946,10 @@ def test_a_view_may_have_a_scale_of_its_own():
         scale="none",
     )  # fmt: skip
     assert_close(updates["b"], 3 * updates["a"])
+
+
+def test_float64_leaves_are_computed_in_float64_whatever_their_momentum():
+    params = {"w": torch.randn(4, 6, dtype=torch.float64)}
+    opt = fmuon.muon(momentum_dtype=torch.bfloat16)
+    updates, state = opt.update(params, opt.init(params), 0)
+    assert updates["w"].dtype == torch.float64 and state["momentum"]["w"].dtype == torch.bfloat16

@@ -214,10 +214,10 @@ not in the checkpoint: ['bias', 'other', 'wide']. Name what the checkpoint lacks
 in add=, and check the names
 added, but in the checkpoint: ['tall']; added, but no leaves that are trained:
 ['new']. Name what the checkpoint lacks in add=, and check the names
-'tall': opt keeps 'mu' for it, the checkpoint ['momentum_buffer']; label it in
-opt as the other optimizer trained it
-'tall': opt keeps 'second_moment' for it, the checkpoint ['momentum_buffer'];
-label it in opt as the other optimizer trained it
+'tall': opt keeps ['mu', 'nu'] for it, the checkpoint ['momentum_buffer']; label
+it in opt as the other optimizer trained it
+'tall': opt keeps ['momentum', 'second_moment'] for it, the checkpoint
+['momentum_buffer']; label it in opt as the other optimizer trained it
 unknown format 'keras'; known: 'torch', 'muon_optimizer', 'dion', 'moonlight',
 'optax', 'fmuon'
 a group of the state_dict says no 'momentum', by which its momentum is summed;
@@ -236,3 +236,27 @@ def test_what_the_checkpoint_lacks_starts_afresh_when_declared():
     )
     assert not back["momentum"]["wide"].any() and back["missed"]["wide"] == 4
     assert_close(back["momentum"]["tall"], state["momentum"]["tall"], rtol=0, atol=0)
+
+
+def test_a_leaf_of_the_other_kind_is_refused_where_both_have_one_key():
+    params, opt = weights(), fmuon.muon(0.01)
+    other = fmuon.muon(0.01, labels={"tall": "auxiliary"})
+    group = {"params": [0, 1, 2, 3], "mu": 0.9}
+    for format in ("dion", "optax"):
+        like = {"state": {}, "param_groups": [group]}
+        names = [*SHAPES]
+        saved = interop.write(other.init(params), 4, like, format=format, names=names)
+        with pytest.raises(fmuon.StateError, match="'tall'"):
+            interop.read(saved, opt, params, format=format, names=names, step=4)
+
+
+def test_what_a_format_cannot_hold_or_needs_is_refused():
+    params = weights()
+    lion = fmuon.muon(auxiliary=fmuon.lion())
+    normuon = fmuon.muon(second_moment="normuon")
+    for opt, format in ((lion, "torch"), (lion, "optax"), (normuon, "torch"), (normuon, "optax")):
+        with pytest.raises(fmuon.StateError):
+            interop.write(opt.init(params), 4, _like(), format=format, names=[*SHAPES])
+    halved = fmuon.presets.optax(mu_dtype=torch.bfloat16)
+    saved = interop.write(halved.init(params), 3, format="optax")
+    assert saved["muon"]["mu"]["tall"].dtype == "float32"

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Presets against formulas; tests/parity compares them with the optimizers themselves."""
 
+import copy
 import dataclasses
 import inspect
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import references
 import torch
@@ -304,3 +306,21 @@ adjust_lr_fn, eps, lr, momentum, nesterov, ns_coefficients, ns_steps,
 weight_decay, and those of fmuon.muon
 a FMuon that was not made by fmuon.muon or a preset; give what they return""",
     )
+
+
+def test_optax_takes_coefficients_as_arrays_and_keeps_blocks_of_squares():
+    for coeffs in (np.array([2.0, -1.5, 0.5]), np.array([[2.0, -1.5, 0.5]] * 5)):
+        assert fmuon.presets.optax(ns_coeffs=coeffs)
+    with pytest.raises(fmuon.ConfigurationError, match="ns_steps=3"):
+        fmuon.presets.optax(ns_coeffs="dion", ns_steps=3)
+    view = fmuon.Matrix(0, 1, blocks=(1, 3), scale=5.0)
+    opt = fmuon.presets.optax(preconditioning="aol", muon_weight_dimension_numbers={"w": view})
+    label = opt.update.__self__.assign({"w": torch.randn(4, 4)})["w"].label
+    assert label == fmuon.Matrix(1, 0, blocks_in=(1, 3), scale=5.0)
+
+
+def test_a_copied_optimizer_keeps_the_views_of_its_preset():
+    optimizer = copy.deepcopy(fmuon.FMuon(nn.Linear(4, 6), preset="optax"))
+    group = {"params": [("w", nn.Parameter(torch.zeros(4, 8)))], "use_muon": True}
+    optimizer.add_param_group(group)
+    assert optimizer.param_groups[-1]["rules"][0]["fan_out"] == 1

@@ -158,3 +158,32 @@ def test_compiles_into_one_graph():
     step = torch.tensor(0)
     ours, theirs = (f(params, state, step, params) for f in (opt.update, compiled))
     assert_close(ours, theirs)
+
+
+def test_a_dead_row_does_not_make_meta_gradients_nan():
+    opt = fmuon.muon(differentiable=True, second_moment="normuon")
+    grad = torch.randn(4, 6)
+    grad[1] = 0
+    grad.requires_grad_()
+    updates, _ = opt.update({"w": grad}, opt.init({"w": grad}), 0)
+    updates["w"].sum().backward()
+    assert grad.grad.isfinite().all()
+
+
+def test_a_tall_leaf_compiles_once():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    params = {"w": torch.randn(6, 4), "v": torch.randn(4, 6)}
+    opt = fmuon.muon(second_moment="normuon")
+    update, state = torch.compile(opt.update, backend=counter, fullgraph=True), opt.init(params)
+    for step in range(4):
+        _, state = update(params, state, torch.tensor(step))
+    assert counter.frame_count == 1
+
+
+def test_another_axis_is_no_change_of_rows():
+    params = {"w": torch.randn(16, 8)}
+    opt = fmuon.muon(second_moment=fmuon.NorMuon(axis="long"))
+    state = opt.init(params)
+    shorter = {"w": torch.randn(4, 8)}
+    with pytest.raises(fmuon.StateError, match=r"'w'.*drop the leaf and add it"):
+        fmuon.adapt_state(opt, state, shorter, 1, resize=["w"])
