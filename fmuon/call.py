@@ -71,15 +71,17 @@ class Call:
             "momentum": config.momentum,
             "weight_decay": config.weight_decay,
         }
-        rules = config.rules.items()
-        self.own_rates = {name: rule.lr for name, rule in rules if rule.lr is not None}
         # Stronger than the decay of a rule; the leaves of a mask are not.
         self.decays_by_leaf = isinstance(self.given.get("weight_decay"), Mapping)
         # Everything that user code says is asked for here, before anything is computed.
         for values in (self.given, self.defaults):
             for name, value in values.items():
                 values[name] = self._evaluated(name, value)
-        self.own_rates = {k: self._evaluated("lr", lr) for k, lr in self.own_rates.items()}
+        self.own_rates = {
+            name: self._evaluated("lr", rule.lr)
+            for name, rule in config.rules.items()
+            if rule.lr is not None
+        }
 
     def _evaluated(self, name: str, value: Any) -> Any:
         """A scalar without callables: masks by leaf, schedules at this step."""

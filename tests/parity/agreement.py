@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both optimizers over the same 20 steps, and how far apart they end."""
 
 import math

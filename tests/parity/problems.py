@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Weights and gradients for comparisons of 20 steps, the same on every machine.
 
 The numbers come from numpy's generator, whose stream doesn't depend on the processor.
