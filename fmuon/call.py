@@ -14,6 +14,7 @@ from torch import Tensor
 from fmuon.auxiliary import Rule
 from fmuon.base import ConfigurationError, State, StateError, Tree
 from fmuon.buckets import Bucket
+from fmuon.clipping import all_finite
 from fmuon.planning import (
     MOMENTUM,
     SECOND,
@@ -44,6 +45,7 @@ class Call:
         *,
         betas: Any,
         present: Mapping[str, Any] | None,
+        found_inf: Tensor | None,
         **scalars: Any,
     ) -> None:
         if absent := {*config.kept, "auxiliary", "missed"} - set(state):
@@ -66,6 +68,9 @@ class Call:
         for path, flag in self.present.items():
             if not isinstance(flag, Tensor) or flag.dtype != torch.bool or flag.ndim:
                 raise ConfigurationError(f"present[{path!r}]={flag!r}: give a 0-d bool tensor")
+        if found_inf is not None and (not isinstance(found_inf, Tensor) or found_inf.ndim):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(f"found_inf={found_inf!r}: give a 0-d tensor")
+        self.found_inf = found_inf
         self.defaults: dict[str, Any] = {
             "lr": config.lr,
             "momentum": config.momentum,
@@ -103,6 +108,31 @@ class Call:
 
     def plan(self, *, in_place: bool = False) -> Plan:
         """The plan of this call; raises where its arguments don't fit together."""
+        plan = self._plan(in_place)
+        finite = self._is_finite()
+        if finite is not None:
+            # In a step that isn't finite every leaf sits out, as if it had no gradient.
+            present = self.present
+            self.present = {
+                path: present[path] & finite.to(present[path].device) if path in present else finite
+                for path in self.state["missed"]
+            }
+        return plan
+
+    def _is_finite(self) -> Tensor | None:
+        """Whether this step counts, on the device; None where nothing can forbid it."""
+        finite = None if self.found_inf is None else self.found_inf == 0
+        if self.config.nonfinite == "skip":
+            grads = {path: self.grads[path] for path in self.state["missed"]}
+            own = all_finite(
+                torch.where(self.present[path], grad, 0) if path in self.present else grad
+                for path, grad in grads.items()
+                if grad is not None
+            )
+            finite = own if finite is None else own & finite.to(own.device)
+        return finite
+
+    def _plan(self, in_place: bool) -> Plan:
         kept = [name for name in (MOMENTUM, SECOND) if name in self.state]
         slots: Mapping[str, Any] = self.state["auxiliary"]
         by_rule: Any = {None: slots} if isinstance(self.config.auxiliary, Rule) else slots
@@ -183,13 +213,20 @@ class Call:
 
     # ---- tensors ---------------------------------------------------------------------------------
 
-    def masked(self, new: Tensor, paths: Sequence[str], old: Tensor | float = 0.0) -> Tensor:
-        """The new stack, but the old one (or zeros) for leaves whose gradient is not present."""
+    def masked(self, new: Tensor, paths: Sequence[str], old: Tensor) -> Tensor:
+        """The new stack, but the old one for leaves whose gradient is not present."""
         if not any(path in self.present for path in paths):
             return new
         always = torch.ones((), dtype=torch.bool, device=self.step.device)
         here = torch.stack([self.present.get(path, always) for path in paths])
         return torch.where(spread(here.to(new.device), new), new, old)
+
+    def moved(self, update: Tensor, path: str) -> Tensor:
+        """The update of a leaf, zero where its gradient is not present."""
+        if path not in self.present:
+            return update
+        # Adding 0.0 would turn a weight of -0.0 into 0.0.
+        return torch.where(self.present[path].to(update.device), update, -0.0)
 
     def flagged(self, plan: Plan) -> list[str]:
         """Leaves with a gradient whose presence a flag decides."""

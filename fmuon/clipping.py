@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Global norm of a tree of gradients, and clipping by it, before they reach an update."""
+"""What is asked of gradients before they reach an update: their global norm, are they finite."""
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -39,3 +41,12 @@ def clip_by_global_norm(tree: Tree, max_norm: float | Tensor) -> tuple[Tree, Ten
         for path, leaf in leaves.items()
     }
     return structure.rebuild(clipped), norm
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether no element of any tensor is infinite or NaN; 0-d bool, decided on the device."""
+    # The largest entry is one reduction; the entries of isfinite would be written and read again.
+    peaks = [torch.linalg.vector_norm(t, float("inf")).isfinite() for t in tensors if t.numel()]
+    if not peaks:
+        return torch.ones((), dtype=torch.bool)
+    return torch.stack([peak.to(peaks[0].device) for peak in peaks]).all()

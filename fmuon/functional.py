@@ -96,12 +96,13 @@ class Muon(Configuration):
         betas: Any = None,
         eps: Scalars | None = None,
         present: Mapping[str, Tensor] | None = None,
+        found_inf: Tensor | None = None,
     ) -> tuple[Tree, State]:
         """What to add to the params, and the new state; see `fmuon.update`."""
         with contextlib.nullcontext() if self.differentiable else torch.no_grad():
             call = Call(
                 self, grads, state, step, params, lr=lr, weight_decay=weight_decay,
-                momentum=momentum, betas=betas, eps=eps, present=present,
+                momentum=momentum, betas=betas, eps=eps, present=present, found_inf=found_inf,
             )  # fmt: skip
             plan = call.plan()
             new = {name: _copy(state[name]) for name in state}
@@ -138,11 +139,12 @@ class Muon(Configuration):
         betas: Any = None,
         eps: Scalars | None = None,
         present: Mapping[str, Tensor] | None = None,
+        found_inf: Tensor | None = None,
     ) -> None:
         """Write the new params and state over the old ones; see `fmuon.update_`."""
         call = Call(
             self, grads, state, step, params, lr=lr, weight_decay=weight_decay,
-            momentum=momentum, betas=betas, eps=eps, present=present,
+            momentum=momentum, betas=betas, eps=eps, present=present, found_inf=found_inf,
         )  # fmt: skip
         plan = call.plan(in_place=True)
         for path, weight in (call.params or {}).items():
@@ -166,12 +168,12 @@ def _advance(group: Group, call: Call) -> tuple[list[Tensor], dict[str, list[Ten
     updates, new = _matrices(group, call) if is_bucket else _others(group, call)
     decay = call.decay(group)
     if decay is not None:
-        c = call.masked(-call.rate(group) * decay, group.paths).to(group.dtype)
+        c = (-call.rate(group) * decay).to(group.dtype)
         factors = c.unbind() if c.ndim else [c] * len(updates)
         triples = zip(updates, call.weights(group), factors, strict=True)
         cautious = call.config.decay == "cautious"
         updates = [_decayed(u, w.to(group.dtype), c, cautious) for u, w, c in triples]
-    return updates, new
+    return [call.moved(u, path) for u, path in zip(updates, group.paths, strict=True)], new
 
 
 def _decayed(update: Tensor, weight: Tensor, factor: Tensor, cautious: bool) -> Tensor:
@@ -212,8 +214,7 @@ def _matrices(bucket: Bucket, call: Call) -> tuple[list[Tensor], dict[str, list[
         rate = call.of("lr", spec.paths, device) * _constant(spec.scales, device)
         if duals is not None:
             rate = rate * torch.stack([duals[path] for path in spec.paths])
-        update = factor * spread(-rate, factor).to(bucket.dtype)
-        updates.append(call.masked(update, spec.paths))
+        updates.append(factor * spread(-rate, factor).to(bucket.dtype))
     return unstack(bucket, updates), slots
 
 
@@ -264,7 +265,7 @@ def _others(group: RuleGroup, call: Call) -> tuple[list[Tensor], dict[str, list[
     t = spread(call.count(paths, group.device), grad)
     direction, new = rule.direction(rule, grad, slots, t, (beta1, beta2), eps)
     update = direction * spread(-call.rate(group), grad).to(group.dtype)
-    return list(call.masked(update, paths).unbind()), {
+    return list(update.unbind()), {
         slot: list(call.masked(new[slot], paths, slots[slot]).unbind()) for slot in rule.slots
     }
 
@@ -337,6 +338,7 @@ def muon(
     auxiliary: Rule | Mapping[str, Rule] = adamw(),
     labels: Mapping[str, Label] | Callable[[str, Tensor], Label | None] | None = None,
     missing: str = "skip",
+    nonfinite: str = "propagate",
     max_stack_bytes: int | None = None,
     differentiable: bool = False,
 ) -> Transformation:
@@ -371,6 +373,9 @@ def muon(
             path says embedding or head; the rest is auxiliary. `fmuon.label(module)` does better.
         missing: what a gradient of None means: "skip" (leave leaf and state alone), "zero" (as if
             it were zero) or "error".
+        nonfinite: what a step with an infinite or NaN gradient does: "propagate" it, or "skip":
+            updates are zero, and state and counts as if the step had not been made, decided on the
+            device.
         max_stack_bytes: how much of the matrices is copied into stacks at a time; None is 2^28 for
             `update`, and for `update_` the largest leaf and a 32nd of them all, or 2^20.
         differentiable: keep the autograd graph through the update.
@@ -399,6 +404,7 @@ def muon(
         auxiliary=auxiliary if isinstance(auxiliary, Rule) else tuple(auxiliary.items()),
         labels=labels,  # pyright: ignore[reportArgumentType]
         missing=missing,
+        nonfinite=nonfinite,
         max_stack_bytes=max_stack_bytes,
         differentiable=differentiable,
     )
@@ -448,9 +454,10 @@ def update(
         step: number of updates already applied, an int or a 0-d tensor; 0 on the first call.
         params: needed where weights decay.
         **scalars: `lr`, `weight_decay`, `momentum`, `betas` (a pair) and `eps` for this call in
-            place of the configured ones, each a scalar or a flat dict path -> scalar; and
+            place of the configured ones, each a scalar or a flat dict path -> scalar;
             `present`, a dict path -> 0-d bool tensor: where it is False the leaf is skipped as if
-            its gradient were None, within one graph.
+            its gradient were None, within one graph; and `found_inf`, a 0-d tensor: where it isn't
+            zero the whole step is skipped.
 
     Returns:
         updates, to be added to the params (`apply_updates`): float32 for 16-bit leaves, None for

@@ -638,10 +638,9 @@ def _in_place_step(layout: _Layout) -> Callable[..., None]:
             eps=cells["eps"],
             present=flags,
         )
-        if present is None:
-            torch._foreach_add_(counts, 1)
-        else:
-            torch._foreach_add_(counts, list(present.to(torch.float32).unbind()))
+        # Those that sat this step out have missed one more.
+        advanced = torch._foreach_sub([missed[m.path] for m in members], 1)
+        torch._foreach_copy_(counts, torch._foreach_neg(advanced))
 
     return step
 

@@ -34,6 +34,7 @@ from fmuon.second_moment import NorMuon
 
 MISSING = ("skip", "zero", "error")
 DECAYS = ("decoupled", "cautious")
+NONFINITE = ("propagate", "skip")
 # The dicts of a state that hold tensors of matrices.
 MOMENTUM = "momentum"
 SECOND = "second_moment"
@@ -58,6 +59,7 @@ class Configuration:
     auxiliary: Rule | tuple[tuple[str, Rule], ...]
     labels: Labels
     missing: str
+    nonfinite: str
     max_stack_bytes: int | None
     differentiable: bool
 
@@ -72,7 +74,7 @@ class Configuration:
             check_scalar(name, value)
         if not (self.labels is None or isinstance(self.labels, tuple) or callable(self.labels)):
             raise ConfigurationError(f"labels={self.labels!r}; give a dict, a callable, or None")
-        for name, known in (("missing", MISSING), ("decay", DECAYS)):
+        for name, known in (("missing", MISSING), ("nonfinite", NONFINITE), ("decay", DECAYS)):
             if getattr(self, name) not in known:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, known))}"
