@@ -11,7 +11,8 @@ floor | module | job
 1 | scalars | numbers, schedules and per-leaf dicts -> tensors
 1 | momentum | average, Nesterov look-ahead, bias correction
 1 | surgery | which leaf of an old state a leaf of a changed model goes on from
-2 | clipping | global norm of gradients, and clipping by it
+2 | clipping | global norm of gradients, clipping by it, are they finite
+2 | metrics | what an update did to each leaf, for a logger
 2 | orthogonalize | stack of matrices -> nearest semi-orthogonal stack
 2 | second_moment | even out how fast the rows of the factor move
 2 | auxiliary | AdamW, NAdamW, Lion, SGD for everything that is not a matrix

@@ -15,6 +15,7 @@ from fmuon.auxiliary import Rule
 from fmuon.base import ConfigurationError, State, StateError, Tree
 from fmuon.buckets import Bucket
 from fmuon.clipping import all_finite
+from fmuon.metrics import METRICS, SKIPPED, metric_key
 from fmuon.planning import (
     MOMENTUM,
     SECOND,
@@ -71,6 +72,7 @@ class Call:
         if found_inf is not None and (not isinstance(found_inf, Tensor) or found_inf.ndim):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(f"found_inf={found_inf!r}: give a 0-d tensor")
         self.found_inf = found_inf
+        self.finite: Tensor | None = None
         self.defaults: dict[str, Any] = {
             "lr": config.lr,
             "momentum": config.momentum,
@@ -109,7 +111,7 @@ class Call:
     def plan(self, *, in_place: bool = False) -> Plan:
         """The plan of this call; raises where its arguments don't fit together."""
         plan = self._plan(in_place)
-        finite = self._is_finite()
+        self.finite = finite = self._is_finite()
         if finite is not None:
             # In a step that isn't finite every leaf sits out, as if it had no gradient.
             present = self.present
@@ -148,7 +150,7 @@ class Call:
             signature(self.state["missed"]),
             None if self.params is None else signature(self.params),
             self._named(),
-            self._decays(),
+            self._needs_params(),
             in_place,
         )
 
@@ -162,11 +164,15 @@ class Call:
             for path in value
         )
 
-    def _decays(self) -> bool:
-        """Whether any leaf may decay: only the Python constant 0 says that none does."""
+    def _needs_params(self) -> str | None:
+        """What this call needs the params for; only the Python constant 0 is no weight decay."""
         own = [rule.weight_decay or 0 for rule in self.config.rules.values()]
         inherited = self.given.get("weight_decay", self.config.weight_decay)
-        return not all(is_zero(decay) for decay in (inherited, *own))
+        if not all(is_zero(decay) for decay in (inherited, *own)):
+            return "weight decay"
+        asked = [name for name in self.config.metrics if name != SKIPPED]
+        reading = [name for name in asked if METRICS[name].needs_params]
+        return f"the metric {reading[0]!r}" if reading else None
 
     # ---- scalars ---------------------------------------------------------------------------------
 
@@ -227,6 +233,23 @@ class Call:
             return update
         # Adding 0.0 would turn a weight of -0.0 into 0.0.
         return torch.where(self.present[path].to(update.device), update, -0.0)
+
+    def measured(self, name: str, path: str, value: Tensor) -> tuple[str, Tensor]:
+        """(key, value) of a metric of a leaf; the old value where its gradient is not present."""
+        name, value = metric_key(name, path), value.to(torch.float32)
+        if path in self.present:
+            old = self.state.get("metrics", {}).get(name, torch.zeros_like(value))
+            value = torch.where(self.present[path].to(value.device), value, old)
+        return name, value
+
+    def skipped_steps(self) -> dict[str, Tensor]:
+        """The count of steps that were not finite, where it is asked for."""
+        if SKIPPED not in self.config.metrics:
+            return {}
+        old = self.state.get("metrics", {}).get(metric_key(SKIPPED), torch.zeros((), device="cpu"))
+        return {
+            metric_key(SKIPPED): old if self.finite is None else old + ~self.finite.to(old.device)
+        }
 
     def flagged(self, plan: Plan) -> list[str]:
         """Leaves with a gradient whose presence a flag decides."""

@@ -15,8 +15,9 @@ everything here computes.
 import contextlib
 import functools
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from fmuon.base import (
 )
 from fmuon.buckets import Bucket, stack, unstack
 from fmuon.call import Call, Group, spread
+from fmuon.metrics import METRICS, SKIPPED
 from fmuon.momentum import average, look_ahead
 from fmuon.orthogonalize import NewtonSchulz, Orthogonalizer, orthogonalizer
 from fmuon.partition import Label
@@ -70,6 +72,12 @@ class Muon(Configuration):
             store = state if isinstance(label, Matrix) else slots[self.rule_name(label)]
             for slot, zeros in self.fresh(path, leaf, label).items():
                 store[slot][path] = zeros
+        if self.metrics:
+            leaves_of_state = ((p, p in state["momentum"]) for p in state["missed"])
+            device = next((m.device for m in state["missed"].values()), None)
+            state["metrics"] = {
+                key: torch.zeros((), device=device) for key in self.metric_keys(leaves_of_state)
+            }
         return state
 
     def fresh(self, path: str, leaf: Tensor, label: Label) -> dict[str, Tensor]:
@@ -107,11 +115,13 @@ class Muon(Configuration):
             plan = call.plan()
             new = {name: _copy(state[name]) for name in state}
             updates: dict[str, Tensor] = {}
+            metrics: dict[str, Tensor] = {}
             for group in plan.groups:
-                changes, slots = _advance(group, call)
-                for path, change in zip(group.paths, changes, strict=True):
+                moved = _advance(group, call)
+                metrics |= _measured(group, call, moved)
+                for path, change in zip(group.paths, moved.updates, strict=True):
                     updates[path] = _strided(change, state["momentum"].get(path))
-                for slot, tensors in slots.items():
+                for slot, tensors in moved.slots.items():
                     old, store = call.store(group, slot), call.store(group, slot, new)
                     for path, tensor in zip(group.paths, tensors, strict=True):
                         keep = _strided if _is_alone(group, path) else _owned
@@ -123,6 +133,8 @@ class Muon(Configuration):
             for path in call.flagged(plan):
                 absent = call.present[path].logical_not()
                 new["missed"][path] = state["missed"][path] + absent
+            if self.metrics:
+                new["metrics"] = new.get("metrics", {}) | metrics | call.skipped_steps()
             return call.structure.rebuild(updates), new
 
     @torch.no_grad()
@@ -150,22 +162,44 @@ class Muon(Configuration):
         for path, weight in (call.params or {}).items():
             if weight is not None and 0 in weight.stride() and not _is_writable(weight):
                 raise LeafError(f"{path!r}: an expanded tensor can't be written; pass a copy")
+        metrics: dict[str, Tensor] = {}
         for group in plan.groups:
-            changes, slots = _advance(group, call)
-            torch._foreach_add_(call.weights(group), changes)
-            for slot, tensors in slots.items():
+            moved = _advance(group, call)
+            metrics |= _measured(group, call, moved)
+            torch._foreach_add_(call.weights(group), moved.updates)
+            for slot, tensors in moved.slots.items():
                 store = call.store(group, slot)
                 torch._foreach_copy_([store[path] for path in group.paths], tensors)
         for path in plan.idle:
             state["missed"][path].add_(1)
         for path in call.flagged(plan):
             state["missed"][path].add_(call.present[path].logical_not())
+        if self.metrics:
+            old = state.setdefault("metrics", {})
+            for name, value in (metrics | call.skipped_steps()).items():
+                if name in old:
+                    old[name].copy_(value)
+                else:
+                    old[name] = value
 
 
-def _advance(group: Group, call: Call) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-    """Updates and new slots of the leaves of a group, as views; writes nothing."""
-    is_bucket = isinstance(group, Bucket)
-    updates, new = _matrices(group, call) if is_bucket else _others(group, call)
+class _Moved(NamedTuple):
+    """What a step does to a group of leaves; nothing is written yet.
+
+    `slots` are the new ones, tensors per leaf. `factors` are what `orthogonalize` made of the
+    stacks of a bucket, and `rates` what multiplies them, or the directions of a rule.
+    """
+
+    updates: list[Tensor]
+    slots: dict[str, list[Tensor]]
+    factors: list[Stack]
+    rates: list[Tensor]
+
+
+def _advance(group: Group, call: Call) -> _Moved:
+    """The step of the leaves of a group, as views where that is possible."""
+    moved = _matrices(group, call) if isinstance(group, Bucket) else _others(group, call)
+    updates = moved.updates
     decay = call.decay(group)
     if decay is not None:
         c = (-call.rate(group) * decay).to(group.dtype)
@@ -173,7 +207,8 @@ def _advance(group: Group, call: Call) -> tuple[list[Tensor], dict[str, list[Ten
         triples = zip(updates, call.weights(group), factors, strict=True)
         cautious = call.config.decay == "cautious"
         updates = [_decayed(u, w.to(group.dtype), c, cautious) for u, w, c in triples]
-    return [call.moved(u, path) for u, path in zip(updates, group.paths, strict=True)], new
+    updates = [call.moved(u, path) for u, path in zip(updates, group.paths, strict=True)]
+    return moved._replace(updates=updates)
 
 
 def _decayed(update: Tensor, weight: Tensor, factor: Tensor, cautious: bool) -> Tensor:
@@ -182,7 +217,35 @@ def _decayed(update: Tensor, weight: Tensor, factor: Tensor, cautious: bool) -> 
     return torch.addcmul(update, aligned, factor)
 
 
-def _matrices(bucket: Bucket, call: Call) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+def _measured(group: Group, call: Call, moved: _Moved) -> dict[str, Tensor]:
+    """The metrics of the leaves of a group, by key."""
+    found: dict[str, Tensor] = {}
+    for name in call.config.metrics:
+        if name == SKIPPED:
+            continue
+        metric = METRICS[name]
+        if metric.source == "leaf":
+            weights = call.weights(group) if metric.needs_params else moved.updates
+            pairs = zip(moved.updates, weights, strict=True)
+            values = dict(zip(group.paths, [metric.compute(u, w) for u, w in pairs], strict=True))
+        else:
+            stacks = moved.factors if metric.source == "stack" else moved.rates
+            values = _means(group, [metric.compute(entry) for entry in stacks])
+        found |= dict(call.measured(name, path, value) for path, value in values.items())
+    return found
+
+
+def _means(group: Group, values: list[Tensor]) -> dict[str, Tensor]:
+    """Leaf by leaf the mean over its matrices of values per stack, each [k] or 0-d."""
+    stacks = [spec.paths for spec in group.stacks] if isinstance(group, Bucket) else [group.paths]
+    by_leaf: dict[str, list[Tensor]] = defaultdict(list)
+    for paths, value in zip(stacks, values, strict=False):
+        for path, entry in zip(paths, value.expand(len(paths)).unbind(), strict=True):
+            by_leaf[path].append(entry)
+    return {path: torch.stack(entries).mean() for path, entries in by_leaf.items()}
+
+
+def _matrices(bucket: Bucket, call: Call) -> _Moved:
     """-lr scale O and M' of the leaves of a bucket, one orthogonalisation per stack."""
     config, device = call.config, bucket.device
     looks: dict[str, Tensor] = {}
@@ -200,22 +263,25 @@ def _matrices(bucket: Bucket, call: Call) -> tuple[list[Tensor], dict[str, list[
         looks.update(zip(paths, look.unbind(), strict=True))
         averages.update(zip(paths, call.masked(new, paths, moment).unbind(), strict=True))
     stacks = stack(bucket, [looks[path] for path in bucket.paths])
-    factors: list[Stack] = []
+    orthogonal: list[Stack] = []
     for spec, matrices in zip(bucket.stacks, stacks, strict=True):
         # In parts: a method may need several times the memory of what it is given.
         parts = [config.orthogonalize(part) for part in matrices.split(spec.chunk)]
-        factors.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        orthogonal.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+    factors = orthogonal
     slots = {"momentum": [averages[path] for path in bucket.paths]}
     if config.second_moment is not None:
         factors, slots["second_moment"] = _evened(bucket, factors, call, config.second_moment)
     duals = _duals(bucket, stacks, factors) if config.adaptive else None
     updates: list[Stack] = []
+    rates: list[Tensor] = []
     for spec, factor in zip(bucket.stacks, factors, strict=True):
         rate = call.of("lr", spec.paths, device) * _constant(spec.scales, device)
         if duals is not None:
             rate = rate * torch.stack([duals[path] for path in spec.paths])
+        rates.append(rate)
         updates.append(factor * spread(-rate, factor).to(bucket.dtype))
-    return unstack(bucket, updates), slots
+    return _Moved(unstack(bucket, updates), slots, orthogonal, rates)
 
 
 def _evened(
@@ -248,7 +314,7 @@ def _duals(bucket: Bucket, stacks: list[Stack], factors: list[Stack]) -> dict[st
     return duals
 
 
-def _others(group: RuleGroup, call: Call) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+def _others(group: RuleGroup, call: Call) -> _Moved:
     """-lr D and the new slots of leaves of one shape, by their auxiliary rule."""
     paths, rule = group.paths, call.config.rules[group.name]
     slots = {
@@ -264,10 +330,10 @@ def _others(group: RuleGroup, call: Call) -> tuple[list[Tensor], dict[str, list[
     )
     t = spread(call.count(paths, group.device), grad)
     direction, new = rule.direction(rule, grad, slots, t, (beta1, beta2), eps)
-    update = direction * spread(-call.rate(group), grad).to(group.dtype)
-    return list(update.unbind()), {
-        slot: list(call.masked(new[slot], paths, slots[slot]).unbind()) for slot in rule.slots
-    }
+    rate = call.rate(group)
+    update = direction * spread(-rate, grad).to(group.dtype)
+    kept = {slot: list(call.masked(new[slot], paths, slots[slot]).unbind()) for slot in rule.slots}
+    return _Moved(list(update.unbind()), kept, [], [rate])
 
 
 def _is_alone(group: Group, path: str) -> bool:
@@ -335,6 +401,7 @@ def muon(
     second_moment: str | NorMuon | None = None,
     scale: str | ScaleRule = "match_rms_adamw",
     momentum_dtype: torch.dtype | None = None,
+    metrics: Sequence[str] = (),
     auxiliary: Rule | Mapping[str, Rule] = adamw(),
     labels: Mapping[str, Label] | Callable[[str, Tensor], Label | None] | None = None,
     missing: str = "skip",
@@ -364,6 +431,9 @@ def muon(
             With the default one lr serves all leaves, and a lr tuned for AdamW carries over.
         momentum_dtype: in which the momentum of matrices is kept; None is float32, or float64 for
             float64 leaves.
+        metrics: names out of `fmuon.metrics.METRICS` and "skipped_steps", computed in every update
+            into `state["metrics"]`, a flat dict of 0-d float32 tensors with keys such as
+            "fmuon/update_rms/<path>".
         auxiliary: the rule of every leaf that is no matrix, or a dict name -> rule; a label names
             its rule, and "auxiliary" means the first one.
         labels: what each leaf is, by path: an ordered dict (first match wins; a key is a path, or
@@ -401,6 +471,7 @@ def muon(
         second_moment=second_moment_method(second_moment),
         scale=scale_rule(scale),
         momentum_dtype=momentum_dtype,
+        metrics=tuple(metrics),
         auxiliary=auxiliary if isinstance(auxiliary, Rule) else tuple(auxiliary.items()),
         labels=labels,  # pyright: ignore[reportArgumentType]
         missing=missing,

@@ -111,6 +111,7 @@ class FMuon(Optimizer):
         self._config = _with_ratios(configuration_of(muon(**options)))
         self._compile = compile
         self._steps: dict[_Layout, Callable[..., None]] = {}
+        self._metrics: dict[str, Tensor] = {}
         if not (compile == "auto" or compile is False or isinstance(compile, str)):
             raise ConfigurationError(f"compile={compile!r}: give 'auto', False, or a mode")
         first = next(iter(self._config.rules.values()))
@@ -382,7 +383,35 @@ class FMuon(Optimizer):
             {path: _dense(grads[path], tensor) for path, tensor in tensors.items()},
             {path: self.state[parameter] for path, (_, parameter, _) in params.items()},
             _table(self.param_groups).to(device),
+            self._measurements(params, device),
             None if flags is None else torch.tensor(flags, device=device),
+        )
+
+    def _measurements(
+        self, params: Mapping[str, tuple[int, Tensor, Label]], device: torch.device
+    ) -> dict[str, Tensor]:
+        """The metrics of some parameters, to be written over."""
+        leaves = ((path, isinstance(label, Matrix)) for path, (_, _, label) in params.items())
+        keys = self._config.metric_keys(leaves)
+        for name in keys:
+            if name not in self._metrics:
+                self._metrics[name] = torch.zeros((), device=device)
+        return {name: self._metrics[name] for name in keys}
+
+    def metrics(self) -> dict[str, float]:
+        """What the last step did, under keys such as "fmuon/update_rms/<name>", for any logger.
+
+        Which ones is said by the option `metrics` (see `fmuon.muon`). Costs one transfer from the
+        device; the dict is empty before the first step.
+        """
+        if not self._config.metrics:
+            raise ConfigurationError(
+                "no metrics were asked for: FMuon(..., metrics=('update_rms', 'orthogonality'))"
+            )
+        if not self._metrics:
+            return {}
+        return dict(
+            zip(self._metrics, torch.stack([*self._metrics.values()]).tolist(), strict=True)
         )
 
     def _mode(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> str | None:
@@ -579,6 +608,7 @@ class FMuon(Optimizer):
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)
         self._steps = {}
+        self._metrics = {}
         self._guessed = []
 
 
@@ -593,6 +623,7 @@ def _in_place_step(layout: _Layout) -> Callable[..., None]:
         grads: dict[str, Tensor],
         states: dict[str, dict[str, Tensor]],
         table: Tensor,
+        metrics: dict[str, Tensor],
         present: Tensor | None,
     ) -> None:
         rows = [row.unbind() for row in table.unbind()]
@@ -627,6 +658,7 @@ def _in_place_step(layout: _Layout) -> Callable[..., None]:
                 **matrices,
                 "auxiliary": auxiliary if nested else auxiliary[None],
                 "missed": missed,
+                "metrics": metrics,
             },
             torch.zeros((), dtype=torch.int64, device=table.device),
             lr=lr,

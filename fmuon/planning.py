@@ -7,7 +7,7 @@ check of an update is made here, before anything is computed or written.
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,9 +23,11 @@ from fmuon.base import (
     StateError,
     View,
     constant_in_graphs,
+    lookup,
     near_misses,
 )
 from fmuon.buckets import Bucket, MatrixLeaf, plan, together
+from fmuon.metrics import METRICS, SKIPPED, metric_key
 from fmuon.orthogonalize import Orthogonalizer
 from fmuon.partition import Assignment, Label, Labels, Leaf, as_view, assign, check_key, declared
 from fmuon.scalars import check_scalar, is_mask
@@ -56,6 +58,7 @@ class Configuration:
     second_moment: NorMuon | None
     scale: ScaleRule
     momentum_dtype: torch.dtype | None
+    metrics: tuple[str, ...]
     auxiliary: Rule | tuple[tuple[str, Rule], ...]
     labels: Labels
     missing: str
@@ -79,6 +82,9 @@ class Configuration:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, known))}"
                 )
+        for name in self.metrics:
+            if name != SKIPPED:
+                lookup(METRICS, name, "metric")
         dtype = self.momentum_dtype
         if dtype is not None and not (
             isinstance(dtype, torch.dtype) and dtype.is_floating_point  # pyright: ignore
@@ -128,6 +134,16 @@ class Configuration:
         if self.second_moment is None:
             return {MOMENTUM: view.shape}
         return {MOMENTUM: view.shape, SECOND: self.second_moment.shape(path, view)}
+
+    def metric_keys(self, leaves: Iterable[tuple[str, bool]]) -> list[str]:
+        """Keys of the metrics of leaves, given as (path, whether it is a matrix)."""
+        leaves = list(leaves)
+        return [
+            metric_key(name) if name == SKIPPED else metric_key(name, path)
+            for name in self.metrics
+            for path, is_matrix in (leaves if name != SKIPPED else [("", True)])
+            if is_matrix or METRICS[name].source != "stack"
+        ]
 
     def assign(
         self,
@@ -258,7 +274,7 @@ def _plan_update(
     missed: Signature,
     params: Signature | None,
     named: tuple[tuple[str, str], ...],
-    decays: bool,
+    needs_params: str | None,
     in_place: bool,
 ) -> Plan:
     """Check that gradients, state, params and configuration fit together, and group the leaves.
@@ -271,13 +287,13 @@ def _plan_update(
         missed: of the state's counts, which name all of its leaves.
         params: of the params where they were passed.
         named: (option, path) for every leaf that a per-call dict names.
-        decays: whether a weight decay other than the constant 0 needs the params.
+        needs_params: what the params are needed for, if anything.
         in_place: whether params and state are written.
     """
     gradients = _specs(grads)
     weights = None if params is None else _specs(params)
     counts = _specs(missed)
-    _check_names(config, gradients, tuple(counts), weights, named, decays)
+    _check_names(config, gradients, tuple(counts), weights, named, needs_params)
     stored = _stored((*((name, name, leaves) for name, leaves in matrices), *slots), counts)
     found: list[MatrixLeaf] = []
     others: dict[tuple[Any, ...], list[str]] = {}
@@ -343,7 +359,7 @@ def _check_names(
     known: Sequence[str],
     params: Specs | None,
     named: Sequence[tuple[str, str]],
-    decays: bool,
+    needs_params: str | None,
 ) -> None:
     absent = [path for path in known if path not in grads]
     unknown = [
@@ -360,10 +376,10 @@ def _check_names(
     for option, path in named:
         if path not in known:
             raise LeafError(f"{option}: {path!r} is no leaf of the state{near_misses(path, known)}")
-    if decays and params is None:
+    if needs_params is not None and params is None:
         raise ConfigurationError(
-            "weight decay needs the params: call update(grads, state, step, params), or set "
-            "weight_decay=0"
+            f"{needs_params} needs the params: call update(grads, state, step, params), or do "
+            f"without it (weight_decay=0, metrics=())"
         )
     if params is not None and (absent := [p for p in known if params.get(p) is None]):
         raise LeafError(f"params: missing the leaves {absent}, which the state has")

@@ -86,8 +86,10 @@ def resized(path: str, old: Tensor, fresh: Tensor) -> Tensor:
 def entries(
     state: Mapping[str, Any], store: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], str, Tensor]]:
-    """(keys of the dict that holds it, path, tensor) of everything in a state."""
+    """(keys of the dict that holds it, path, tensor) of all that a leaf goes on from."""
     for key, value in state.items():
+        if key == "metrics":
+            continue
         if isinstance(value, Mapping):
             yield from entries(value, (*store, key))
         else:
