@@ -246,10 +246,10 @@ class Call:
         """The count of steps that were not finite, where it is asked for."""
         if SKIPPED not in self.config.metrics:
             return {}
-        old = self.state.get("metrics", {}).get(metric_key(SKIPPED), torch.zeros((), device="cpu"))
-        return {
-            metric_key(SKIPPED): old if self.finite is None else old + ~self.finite.to(old.device)
-        }
+        count = self.state.get("metrics", {}).get(metric_key(SKIPPED), torch.zeros(()))
+        if self.finite is not None:
+            count = count + self.finite.logical_not().to(count.device)
+        return {metric_key(SKIPPED): count}
 
     def flagged(self, plan: Plan) -> list[str]:
         """Leaves with a gradient whose presence a flag decides."""

@@ -410,9 +410,8 @@ class FMuon(Optimizer):
             )
         if not self._metrics:
             return {}
-        return dict(
-            zip(self._metrics, torch.stack([*self._metrics.values()]).tolist(), strict=True)
-        )
+        values = torch.stack([*self._metrics.values()]).tolist()
+        return dict(zip(self._metrics, values, strict=True))
 
     def _mode(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> str | None:
         """The mode to compile the step in; None runs it eagerly."""
