@@ -21,11 +21,12 @@ floor | module | job
 3 | planning | configuration and signature of a call -> who is updated with whom
 4 | call | the leaves and scalars of one call
 5 | functional | the algorithm: muon, init, update, update_, apply_updates
+6 | foreign | any torch optimizer as the auxiliary rule of FMuon
 6 | explanation | what every leaf gets and why
 6 | presets | the published optimizers as rows of configuration
-6 | interop | other optimizers' checkpoints in and out
 6 | compilation | the only call to torch.compile
 7 | optimizer | FMuon, the torch.optim shim
+8 | interop | other optimizers' checkpoints in and out; factories for trainers
 """
 
 from fmuon import interop, presets
@@ -42,7 +43,7 @@ from fmuon.clipping import clip_by_global_norm, global_norm
 from fmuon.compilation import compile
 from fmuon.explanation import explain
 from fmuon.functional import adapt_state, apply_updates, init, muon, update, update_
-from fmuon.optimizer import FMuon
+from fmuon.optimizer import FMuon, parameter_lists
 from fmuon.orthogonalize import GramNewtonSchulz, NewtonSchulz
 from fmuon.partition import label
 from fmuon.second_moment import NorMuon
@@ -73,6 +74,7 @@ __all__ = [
     "lion",
     "muon",
     "nadamw",
+    "parameter_lists",
     "presets",
     "sgd",
     "update",

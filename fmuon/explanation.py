@@ -56,8 +56,8 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(padded).rstrip()
 
 
-def explain(params: nn.Module | Tree, opt: Transformation | None = None) -> Explanation:
-    """One row per leaf: what it gets from `opt` (by default `muon()`) and why.
+def explain(params: nn.Module | Tree, opt: Transformation | Any = None) -> Explanation:
+    """One row per leaf: what it gets from `opt` (an `FMuon` too; by default `muon()`) and why.
 
     For a module without labels in `opt`, the routing is that of `label(module)`. Prints nothing:
     `print(fmuon.explain(model))`.
@@ -68,8 +68,12 @@ def explain(params: nn.Module | Tree, opt: Transformation | None = None) -> Expl
         leaves = dict(params.named_parameters())
         routed = route(params)
         assignments = config.assign(leaves, routed)
-        # Labels that repeat the routing have its reasons.
-        same = [path for path in leaves if routed[path].label == assignments[path].label]
+        # Labels of single leaves that repeat the routing, such as those of label(), have its reasons.
+        same = [
+            path
+            for path, assignment in assignments.items()
+            if routed[path].label == assignment.label and "re:" not in assignment.reason
+        ]
         assignments = assignments | {path: routed[path] for path in same}
     else:
         leaves, _ = flatten(params)

@@ -457,6 +457,13 @@ def muon(
     Raises:
         ConfigurationError: an option has a value that is not allowed.
     """
+    rules = auxiliary.values() if isinstance(auxiliary, Mapping) else [auxiliary]
+    for rule in rules:
+        if not isinstance(rule, Rule):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(
+                f"auxiliary={auxiliary!r}: give a rule such as fmuon.adamw(), or a dict name -> "
+                f"rule; a class of torch optimizers can only stand behind FMuon"
+            )
     if isinstance(labels, Mapping):
         labels = tuple(labels.items())  # pyright: ignore[reportAssignmentType]
     configuration = Muon(
@@ -482,8 +489,9 @@ def muon(
     return Transformation(configuration.init, configuration.update)
 
 
-def configuration_of(opt: Transformation) -> Muon:
-    """The configuration whose methods a transformation holds."""
+def configuration_of(opt: Any) -> Muon:
+    """The configuration whose methods a transformation, or that of an `FMuon`, holds."""
+    opt = getattr(opt, "transformation", opt)
     owner = getattr(getattr(opt, "update", None), "__self__", None)
     if not isinstance(owner, Muon):
         raise ConfigurationError(

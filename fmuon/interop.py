@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Other optimizers' checkpoints in and out.
+"""Other optimizers' checkpoints in and out, and factories for trainers.
 
 `read` makes the state of a transformation from what another optimizer saved, `write` the reverse.
 Where the other keeps the sum M <- b M + G, of which our average is (1 - b) times, b is taken from
@@ -28,10 +28,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fmuon.base import State, StateError, Transformation, Tree, lookup
 from fmuon.functional import configuration_of
+from fmuon.optimizer import FMuon
 from fmuon.surgery import entries
 from fmuon.tree import flatten
 
@@ -386,3 +387,22 @@ def _as_tensor(value: Any) -> Tensor:
         return value.detach()
     # A copy of an array of numpy, whose bfloat16 is not one that torch takes.
     return torch.as_tensor(value.astype("float32" if value.dtype.itemsize < 4 else value.dtype))
+
+
+# ---- trainers ------------------------------------------------------------------------------------
+
+
+class HFFactory:
+    """`FMuon` for a transformers Trainer, made from the model, so that layers are told apart.
+
+    A Trainer that is given a class of optimizers hands it parameters without names, embeddings
+    among the matrices; a factory gets the model. Learning rate and weight decay are those given
+    here: the Trainer doesn't pass its own on.
+
+    >>> options = {"lr": 1e-3, "weight_decay": 0.1}
+    >>> trainer = Trainer(..., optimizer_cls_and_kwargs=(fmuon.interop.HFFactory, options))
+    """
+
+    def __call__(self, model: nn.Module, **options: Any) -> FMuon:
+        """The optimizer of a model; `options` are those of `FMuon`."""
+        return FMuon(model, **options)

@@ -18,10 +18,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fmuon.auxiliary import Rule
-from fmuon.base import ConfigurationError, LeafError, Matrix, StateError, lookup
+from fmuon.base import (
+    ConfigurationError,
+    LeafError,
+    Matrix,
+    StateError,
+    Transformation,
+    lookup,
+)
+from fmuon.clipping import all_finite
 from fmuon.compilation import can_compile
 from fmuon.compilation import compile as compile_
+from fmuon.foreign import Foreign, Share, adopted
 from fmuon.functional import Muon, configuration_of, muon
+from fmuon.metrics import SKIPPED, metric_key
 from fmuon.partition import (
     Assignment,
     Label,
@@ -108,6 +118,9 @@ class FMuon(Optimizer):
         options |= {} if lr is None else {"lr": lr}
         if preset is not None:
             options = lookup(PRESETS, preset, "preset").values(params, **options)
+        self._foreign: dict[str | None, Foreign] = {}
+        if "auxiliary" in options:
+            options["auxiliary"], self._foreign = adopted(options["auxiliary"])
         self._config = _with_ratios(configuration_of(muon(**options)))
         self._compile = compile
         self._steps: dict[_Layout, Callable[..., None]] = {}
@@ -130,6 +143,8 @@ class FMuon(Optimizer):
             "eps": first.eps,
             "lr_scale": 1.0,
         }
+        for foreign in self._foreign.values():
+            defaults = foreign.defaults | defaults
         self._guessed: list[tuple[int, ...]] = []
         super().__init__(self._groups(params), defaults)
         if self._guessed:
@@ -218,7 +233,7 @@ class FMuon(Optimizer):
         ]
         group["params"], group["rules"] = entries, [_encode(label) for label in labels]
         self._add_defaults(group, labels)
-        _check_values(group)
+        _check_values(group, any(map(self._is_foreign, labels)))
         super().add_param_group(group)
         added = self.param_groups[-1]
         if isinstance(added["lr"], Tensor):
@@ -278,13 +293,22 @@ class FMuon(Optimizer):
         if not rules:
             return
         own: dict[str, Any] = {"betas": rules[0].betas, "eps": rules[0].eps}
+        if adopted := [self._foreign[name] for name in names if name in self._foreign]:
+            if len(names) > 1:
+                raise ConfigurationError(
+                    f"a group of {adopted[0].kind.__name__} and of other rules: make a group for "
+                    f"each"
+                )
+            own = adopted[0].group_values()
         if not any(isinstance(label, Matrix) for label in labels):
             # A rate that the group says itself is meant as it stands.
             own["lr_scale"] = 1.0 if "lr" in group else rules[0].lr_scale
             if rules[0].weight_decay is not None:
                 own["weight_decay"] = rules[0].weight_decay
+        else:
+            own = {key: own[key] for key in own if key not in ("weight_decay", "momentum")}
         for name, value in own.items():
-            differ = any(getattr(rule, name) != getattr(rules[0], name) for rule in rules)
+            differ = any(getattr(r, name, None) != getattr(rules[0], name, None) for r in rules)
             if name not in group and differ:
                 raise ConfigurationError(
                     f"a group whose rules {sorted(map(str, rules))} differ in {name}: say {name} "
@@ -306,11 +330,52 @@ class FMuon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         params = self._trained()
+        grads = {path: p.grad for path, (_, p, _) in params.items()}
+        absent = [path for path, grad in grads.items() if grad is None]
+        if absent and self._config.missing == "error":
+            raise LeafError(f"no gradient for {absent}, and missing='error'")
         phantom = not self.state and self._is_phantom(params)
-        self._create_state(params)
+        own = {path: e for path, e in params.items() if not self._is_foreign(e[2])}
+        self._create_state(own)
+        # The other optimizer can't leave out a step on the device.
+        asks = bool(self._foreign) and self._config.nonfinite == "skip"
+        if asks and not all_finite(grad for grad in grads.values() if grad is not None):
+            self._count_skipped()
+            return loss
         if not phantom:
-            self._advance(params, {path: p.grad for path, (_, p, _) in params.items()})
+            self._advance(own, grads)
+        for name, foreign in self._foreign.items():
+            foreign.step(self._shares(name, params), self.state)
         return loss
+
+    def _is_foreign(self, label: Label) -> bool:
+        return _is_auxiliary(label) and self._config.rule_name(label) in self._foreign
+
+    def _shares(
+        self, name: str | None, params: Mapping[str, tuple[int, Tensor, Label]]
+    ) -> list[Share]:
+        """The parameters of the foreign rule of that name, group by group."""
+        shares: dict[int, Share] = {}
+        for path, (index, parameter, label) in params.items():
+            if not _is_auxiliary(label) or self._config.rule_name(label) != name:
+                continue
+            if index not in shares:
+                group = self.param_groups[index]
+                member = self._member(path, index, label, self._is_mixed(group))
+                decay = self._config.rules[name].weight_decay
+                shares[index] = Share(
+                    group,
+                    [],
+                    group["lr"] * (group["lr_scale"] * member.lr_factor),
+                    group["weight_decay"] if decay is None or not member.own_decay else decay,
+                )
+            shares[index].params.append(parameter)
+        return list(shares.values())
+
+    def _count_skipped(self) -> None:
+        if SKIPPED in self._config.metrics:
+            count = self._metrics.setdefault(metric_key(SKIPPED), torch.zeros(()))
+            count += 1
 
     def _trained(self) -> dict[str, tuple[int, Tensor, Label]]:
         """Path -> (group index, parameter, label) of everything that isn't frozen."""
@@ -357,13 +422,11 @@ class FMuon(Optimizer):
         params: Mapping[str, tuple[int, Tensor, Label]],
         grads: Mapping[str, Tensor | None],
     ) -> None:
-        absent = [path for path, grad in grads.items() if grad is None]
-        if absent and self._config.missing == "error":
-            raise LeafError(f"no gradient for {absent}, and missing='error'")
         flags = None
         if self._mode(params) is not None:
             # One graph for every pattern of missing gradients.
-            flags = [grad is not None or self._config.missing == "zero" for grad in grads.values()]
+            zero = self._config.missing == "zero"
+            flags = [grads[path] is not None or zero for path in params]
         elif self._config.missing == "skip":
             params = {path: entry for path, entry in params.items() if grads[path] is not None}
         if params:
@@ -382,10 +445,36 @@ class FMuon(Optimizer):
             tensors,
             {path: _dense(grads[path], tensor) for path, tensor in tensors.items()},
             {path: self.state[parameter] for path, (_, parameter, _) in params.items()},
-            _table(self.param_groups).to(device),
+            _table(self.param_groups, params.values()).to(device),
             self._measurements(params, device),
             None if flags is None else torch.tensor(flags, device=device),
         )
+
+    @property
+    def transformation(self) -> Transformation:
+        """The pure functions with these options, and with the labels that the groups have now.
+
+        What `fmuon.explain(model, optimizer)` shows.
+        """
+        given = self._config.labels
+        given = given if isinstance(given, tuple) else ()
+        labels: dict[str, Label] = {}
+        for group in self.param_groups:
+            if "param_names" not in group:
+                raise ConfigurationError(
+                    "the parameters of this FMuon have no names by which they could be told apart; "
+                    "make it from the model or from named parameters"
+                )
+            entries = zip(group["param_names"], group["params"], group["rules"], strict=True)
+            for name, parameter, rule in entries:
+                shape, label = tuple(parameter.shape), _decode(rule)
+                said, _ = declared(name, Leaf(shape, parameter.dtype), given)
+                # What a pattern says already keeps that reason.
+                known = said is not None and as_view(name, shape, said) == label
+                if parameter.requires_grad and not known:
+                    labels[name] = label
+        config = replace(self._config, labels=(*labels.items(), *given))
+        return Transformation(config.init, config.update)
 
     def _measurements(
         self, params: Mapping[str, tuple[int, Tensor, Label]], device: torch.device
@@ -427,10 +516,7 @@ class FMuon(Optimizer):
 
     def _prepare(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> Callable[..., None]:
         """The function that does the step for these parameters, made anew only when they change."""
-        mixed = [
-            any(isinstance(_decode(rule), Matrix) for rule in group["rules"])
-            for group in self.param_groups
-        ]
+        mixed = [self._is_mixed(group) for group in self.param_groups]
         members = tuple(
             self._member(path, index, label, mixed[index])
             for path, (index, _, label) in params.items()
@@ -442,6 +528,10 @@ class FMuon(Optimizer):
             step, mode = _in_place_step(layout), self._mode(params)
             self._steps[layout] = step if mode is None else compile_(step, mode)
         return self._steps[layout]
+
+    def _is_mixed(self, group: Mapping[str, Any]) -> bool:
+        """Whether the values of a group are those of matrices, not of a rule."""
+        return any(isinstance(_decode(rule), Matrix) for rule in group["rules"])
 
     def _member(self, path: str, group: int, label: Label, mixed: bool) -> _Member:
         if isinstance(label, Matrix):
@@ -461,7 +551,7 @@ class FMuon(Optimizer):
 
         Runs the step with no gradient present, which moves nothing.
         """
-        params = self._trained()
+        params = {path: e for path, e in self._trained().items() if not self._is_foreign(e[2])}
         self._create_state(params)
         if self._mode(params) is not None:
             self._run(params, dict.fromkeys(params), [False] * len(params))
@@ -505,7 +595,10 @@ class FMuon(Optimizer):
         # torch casts what it loads to the dtype of the parameter; take the saved tensors again.
         ids = [i for group in ordered["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
-        for index, parameter in zip(ids, params, strict=True):
+        labels = [_decode(rule) for group in self.param_groups for rule in group["rules"]]
+        for index, parameter, label in zip(ids, params, labels, strict=True):
+            if self._is_foreign(label):
+                continue
             for name, value in ordered["state"].get(index, {}).items():
                 if isinstance(value, Tensor):
                     # The count stays where it is, all else goes to the device of the parameter.
@@ -520,6 +613,8 @@ class FMuon(Optimizer):
             names = own.get("param_names", group["params"])
             for name, index, rule in zip(names, group["params"], own["rules"], strict=False):
                 found = set(ordered["state"].get(index, {}))
+                if self._is_foreign(_decode(rule)):
+                    continue
                 wanted = {*self._buffers(_decode(rule)), "step"} if rule != "frozen" else set()
                 if found and found != wanted:
                     raise StateError(
@@ -537,7 +632,7 @@ class FMuon(Optimizer):
                     f"{', '.join(changes)}: parameters without names can't be told apart; give "
                     f"FMuon the model or named parameters, here and where the state was saved"
                 )
-            _check_shapes(saved, groups)
+            self._check_shapes(saved)
             pairs = zip(groups, saved_groups, strict=False)
             own_keys = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             merged = [
@@ -554,18 +649,18 @@ class FMuon(Optimizer):
             for group in groups
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
         }
-        new_shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
-        source = origins(
-            {name: _saved_shape(state, new_shapes.get(name, ())) for name, state in old.items()},
-            new_shapes,
-            **changes,
-        )
-        ids = {name: index for index, name in enumerate(own)}
         labels = {
             name: _decode(rule)
             for group in groups
             for name, rule in zip(group["param_names"], group["rules"], strict=True)
         }
+        new_shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
+        old_shapes = {
+            name: self._saved_shape(state, new_shapes.get(name, ()), labels.get(name, "frozen"))
+            for name, state in old.items()
+        }
+        source = origins(old_shapes, new_shapes, **changes)
+        ids = {name: index for index, name in enumerate(own)}
         state = {
             ids[name]: self._resized(name, old[origin], own[name], labels[name])
             for name, origin in source.items()
@@ -583,11 +678,33 @@ class FMuon(Optimizer):
         ]
         return {**saved, "state": state, "param_groups": ordered}
 
+    def _saved_shape(
+        self, state: Mapping[str, Any], default: tuple[int, ...], label: Label
+    ) -> tuple[int, ...]:
+        """The shape of a parameter by its buffers; without buffers that we know of, `default`."""
+        buffers = [v for name, v in state.items() if name != "step" and isinstance(v, Tensor)]
+        return tuple(buffers[0].shape) if buffers and not self._is_foreign(label) else default
+
+    def _check_shapes(self, saved: Mapping[str, Any]) -> None:
+        """Without names all that can be compared is the shapes, position by position."""
+        ids = [index for group in saved["param_groups"] for index in group["params"]]
+        entries = [e for g in self.param_groups for e in zip(g["params"], g["rules"], strict=True)]
+        for index, (parameter, rule) in zip(ids, entries, strict=False):
+            shape = tuple(parameter.shape)
+            found = self._saved_shape(saved["state"].get(index, {}), shape, _decode(rule))
+            if found != shape:
+                raise StateError(
+                    f"parameter {index}: state of shape {found}, parameter of shape {shape}; the "
+                    f"order of the parameters has changed, which only names can tell: give FMuon "
+                    f"the model"
+                )
+
     def _resized(
         self, name: str, state: Mapping[str, Any], parameter: Tensor, label: Label
     ) -> dict[str, Any]:
         """Saved buffers in the shapes that the parameter needs now."""
-        fresh = {} if label == "frozen" else self._config.fresh(name, parameter, label)
+        known = label != "frozen" and not self._is_foreign(label)
+        fresh = {} if not known else self._config.fresh(name, parameter, label)
         needed = {_SLOTS[slot]: zeros for slot, zeros in fresh.items()}
         return {
             key: resized(name, value, needed[key].to(value)) if key in needed else value
@@ -600,15 +717,30 @@ class FMuon(Optimizer):
         return super().__getstate__() | {
             "_config": replace(self._config, labels=labels if _can_be_pickled(labels) else None),
             "_compile": self._compile,
+            "_foreign": self._foreign,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also called by load_state_dict; compiled code is made anew."""
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)
+        if not any("differentiable" in foreign.defaults for foreign in self._foreign.values()):
+            self.defaults.pop("differentiable", None)
         self._steps = {}
         self._metrics = {}
         self._guessed = []
+
+
+def parameter_lists(optimizer: FMuon) -> dict[str, list[Tensor]]:
+    """The trained parameters by what trains them, "muon" or "auxiliary".
+
+    For example to clip only those whose step depends on the size of their gradient:
+
+    >>> torch.nn.utils.clip_grad_norm_(fmuon.parameter_lists(optimizer)["auxiliary"], 1.0)
+    """
+    lists: dict[str, list[Tensor]] = {"muon": [], "auxiliary": []}
+    for _, parameter, label in optimizer._trained().values():
+        lists["muon" if isinstance(label, Matrix) else "auxiliary"].append(parameter)
+    return lists
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -676,17 +808,28 @@ def _in_place_step(layout: _Layout) -> Callable[..., None]:
     return step
 
 
-def _table(groups: Sequence[Mapping[str, Any]]) -> Tensor:
-    """[groups, scalars] in float64, one transfer whatever the schedulers wrote."""
+def _table(
+    groups: Sequence[Mapping[str, Any]], params: Iterable[tuple[int, Tensor, Label]]
+) -> Tensor:
+    """[groups, scalars] in float64, one transfer whatever the schedulers wrote.
+
+    Zero where no parameter is concerned: there the values may be those of another optimizer.
+    """
+    matrices: set[int] = set()
+    others: set[int] = set()
+    for index, _, label in params:
+        (matrices if isinstance(label, Matrix) else others).add(index)
     rows = [
         [
-            group["lr"] * group["lr_scale"],
-            group["weight_decay"],
-            group["momentum"],
-            *group["betas"],
-            group["eps"],
+            *(
+                (group["lr"] * group["lr_scale"], group["weight_decay"])
+                if index in matrices | others
+                else (0.0, 0.0)
+            ),
+            group["momentum"] if index in matrices else 0.0,
+            *((*group["betas"], group["eps"]) if index in others else (0.0, 0.0, 0.0)),
         ]
-        for group in groups
+        for index, group in enumerate(groups)
     ]
     if not any(isinstance(value, Tensor) for row in rows for value in row):
         return torch.tensor(rows, dtype=torch.float64, device="cpu")
@@ -800,33 +943,14 @@ def _check_unique(names: Sequence[str]) -> None:
         raise ValueError(f"two parameters have the name {twice}; give every parameter its own")
 
 
-def _check_values(group: Mapping[str, Any]) -> None:
-    for name in ("lr", "weight_decay", "momentum", "eps", "lr_scale"):
+def _check_values(group: Mapping[str, Any], foreign: bool) -> None:
+    # Betas and eps of another optimizer are for it to check.
+    for name in ("lr", "weight_decay", "lr_scale", *(() if foreign else ("momentum", "eps"))):
         if name in group:
             check_scalar(name, group[name])
-    if "betas" in group:
+    if "betas" in group and not foreign:
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise ConfigurationError(f"betas={betas!r}: give a pair")
         check_scalar("beta1", betas[0])
         check_scalar("beta2", betas[1])
-
-
-def _saved_shape(state: Mapping[str, Any], default: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a parameter by its buffers; those of a rule without buffers aren't known."""
-    buffers = [v for name, v in state.items() if name != "step" and isinstance(v, Tensor)]
-    return tuple(buffers[0].shape) if buffers else default
-
-
-def _check_shapes(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Without names all that can be compared is the shapes, position by position."""
-    ids = [index for group in saved["param_groups"] for index in group["params"]]
-    params = [parameter for group in groups for parameter in group["params"]]
-    for index, parameter in zip(ids, params, strict=False):
-        shape = tuple(parameter.shape)
-        found = _saved_shape(saved["state"].get(index, {}), shape)
-        if found != shape:
-            raise StateError(
-                f"parameter {index}: state of shape {found}, parameter of shape {shape}; the order "
-                f"of the parameters has changed, which only names can tell: give FMuon the model"
-            )

@@ -115,7 +115,7 @@ class Configuration:
 
     def check_label(self, where: str, label: Any) -> None:
         """Refuse what is no label of this configuration."""
-        names = [name for name in self.rules if name is not None]
+        names = [rule.name if name is None else name for name, rule in self.rules.items()]
         if isinstance(label, Matrix) or label in (*_LABELS, *names):
             return
         known = [*_LABELS, *names]
