@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all parity check mutants clean
+.PHONY: demo test test-all parity clients check mutants clean
 
 demo: .venv/examples ## train a byte-level GPT with Muon and AdamW
 	$(BIN)/python examples/train_gpt.py
@@ -16,6 +16,9 @@ test-all: .venv/test ## the longer checks too
 parity: .venv/parity ## every preset beside the optimizer that it stands for
 	$(BIN)/python -m pytest tests/parity
 
+clients: .venv/clients ## trainers and checkpoints in the real packages, and the examples
+	$(BIN)/python -m pytest tests/clients tests/test_examples.py
+
 mutants: .venv/test ## break the core line by line; a named test must notice each
 	$(BIN)/python tests/mutants.py
 
@@ -24,7 +27,7 @@ check: .venv/dev ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-.venv/examples .venv/test .venv/parity .venv/dev: pyproject.toml constraints.txt
+.venv/examples .venv/test .venv/parity .venv/clients .venv/dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e ".[$(@F)]"

@@ -68,7 +68,7 @@ def explain(params: nn.Module | Tree, opt: Transformation | Any = None) -> Expla
         leaves = dict(params.named_parameters())
         routed = route(params)
         assignments = config.assign(leaves, routed)
-        # Labels of single leaves that repeat the routing, such as those of label(), have its reasons.
+        # Labels of single leaves that repeat the routing, as label() gives them, have its reasons.
         same = [
             path
             for path, assignment in assignments.items()
