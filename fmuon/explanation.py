@@ -68,18 +68,17 @@ def explain(params: nn.Module | Tree, opt: Transformation | Any = None) -> Expla
         leaves = dict(params.named_parameters())
         routed = route(params)
         assignments = config.assign(leaves, routed)
-        # Labels of single leaves that repeat the routing, as label() gives them, have its reasons.
-        same = [
-            path
-            for path, assignment in assignments.items()
-            if routed[path].label == assignment.label and "re:" not in assignment.reason
-        ]
-        assignments = assignments | {path: routed[path] for path in same}
+        assignments |= {p: r for p, r in routed.items() if _repeats(assignments[p], r)}
     else:
         leaves, _ = flatten(params)
         assignments = config.assign(leaves)
     rows = tuple(_row(config, path, leaves[path], assignments[path]) for path in leaves)
     return Explanation(rows, _summary(config, leaves, assignments))
+
+
+def _repeats(assignment: Assignment, routed: Assignment) -> bool:
+    """Whether a label of a single leaf, as label() gives them, says what the routing says."""
+    return assignment.label == routed.label and "re:" not in assignment.reason
 
 
 def _row(config: Configuration, path: str, leaf: Tensor | None, assignment: Assignment) -> Row:

@@ -473,7 +473,8 @@ class FMuon(Optimizer):
                 known = said is not None and as_view(name, shape, said) == label
                 if parameter.requires_grad and not known:
                     labels[name] = label
-        config = replace(self._config, labels=(*labels.items(), *given))
+        others = ("re:.*", "frozen")
+        config = replace(self._config, labels=(*labels.items(), *given, others))
         return Transformation(config.init, config.update)
 
     def _measurements(

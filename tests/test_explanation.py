@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+import json
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
+import fmuon
 from fmuon import ConfigurationError, Matrix, NewtonSchulz, adamw, explain, init, label, lion, muon
 from fmuon.base import Transformation
 
@@ -176,3 +179,78 @@ def test_an_optimizer_of_another_make_is_refused():
     foreign = Transformation(init=lambda params: {}, update=lambda *_: ({}, {}))
     with pytest.raises(ConfigurationError, match=r"was not made by fmuon\.muon or a preset"):
         explain({"w": torch.zeros(4, 5)}, foreign)
+
+
+def test_one_dict_assigns_by_name_and_the_optimizer_is_explained_by_it():
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(10, 8),
+            "attn": nn.Linear(8, 8),
+            "mlp": nn.Linear(8, 8),
+            "old": nn.Linear(8, 8, bias=False),
+            "head": nn.Linear(8, 10, bias=False),
+        }
+    )
+    labels = json.loads(
+        '{"re:.*attn.*weight": "muon", "re:.*(bias|embed.*)": "adamw", "old.weight": "frozen",'
+        ' "mlp.weight": "adamw", "head.weight": "muon", "re:.*": "error"}'
+    )
+    optimizer = fmuon.FMuon(model, labels=labels)
+    expected = str(fmuon.explain(model, fmuon.muon(labels=labels)))
+    assert str(fmuon.explain(model, optimizer)) == expected
+    assert_expected_inline(
+        expected,
+        """\
+leaf          shape  gets    matrices  scale   why
+------------  -----  ------  --------  ------  -----------------------------
+embed.weight  10x8   adamw                     labels['re:.*(bias|embed.*)']
+attn.weight   8x8    muon    8 x 8     0.5657  labels['re:.*attn.*weight']
+attn.bias     8      adamw                     labels['re:.*(bias|embed.*)']
+mlp.weight    8x8    adamw                     labels['mlp.weight']
+mlp.bias      8      adamw                     labels['re:.*(bias|embed.*)']
+old.weight    8x8    frozen                    labels['old.weight']
+head.weight   10x8   muon    10 x 8    0.6325  labels['head.weight']
+
+elements: 144 muon, 64 frozen, 160 auxiliary
+stacks: 1 of 8 x 8, 1 of 8 x 10, by newton_schulz(jordan, 5 steps, auto)""",
+    )
+    trained = {
+        name: set(optimizer.state[p]) if p in optimizer.state else None
+        for name, p in stepped(model, optimizer).items()
+    }
+    adam, momentum = {"exp_avg", "exp_avg_sq", "step"}, {"momentum_buffer", "step"}
+    assert trained == {
+        "embed.weight": adam,
+        "attn.weight": momentum,
+        "attn.bias": adam,
+        "mlp.weight": adam,
+        "mlp.bias": adam,
+        "old.weight": None,
+        "head.weight": momentum,
+    }
+
+
+def stepped(model, optimizer):
+    named = dict(model.named_parameters())
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return named
+
+
+def test_the_groups_of_an_optimizer_are_explained_as_they_are():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    groups = [
+        {"params": [("0.weight", model[0].weight)], "use_muon": False},
+        {"params": [("1.weight", model[1].weight)]},
+    ]
+    model[0].bias.requires_grad_(False)
+    rows = fmuon.explain(model, fmuon.FMuon(groups)).rows
+    assert {row.path: row.gets for row in rows} == {
+        "0.weight": "adamw",
+        "0.bias": "frozen",
+        "1.weight": "muon",
+        "1.bias": "frozen",
+    }
+    with pytest.raises(fmuon.ConfigurationError, match="no names"), pytest.warns(UserWarning):
+        fmuon.explain(model, fmuon.FMuon(model.parameters()))
