@@ -98,10 +98,12 @@ class FMuon(Optimizer):
         compile: "auto" compiles with "max-autotune" on accelerators and not on CPUs; a mode of
             torch.compile; or False.
         preset: a name in `fmuon.presets.PRESETS`; `options` replace its values.
-        **options: of `fmuon.muon`.
+        **options: of `fmuon.muon`. `auxiliary` may also be a class of torch optimizers, or (class,
+            arguments), alone or in a dict of rules: it trains its leaves over the groups and the
+            state of this optimizer, outside the compiled step and without metrics.
 
     State per parameter: `momentum_buffer`, or `exp_avg` and `exp_avg_sq`; and `step`, a 0-d float32
-    count of the updates applied to it.
+    count of the updates applied to it. What a foreign optimizer keeps has its own names.
 
     >>> optimizer = fmuon.FMuon(model, lr=1e-3, weight_decay=0.1)
     """

@@ -128,7 +128,7 @@ def test_metrics_do_not_stand_in_the_way_of_a_changed_model():
 
 
 def test_errors():
-    with pytest.raises(fmuon.ConfigurationError, match="unknown metric 'update_rsm'.*update_rms"):
+    with pytest.raises(fmuon.ConfigurationError, match=r"unknown metric 'update_rsm'.*update_rms"):
         fmuon.muon(metrics=("update_rsm",))
     opt = fmuon.muon(metrics=("update_ratio",))
     params = {"w": torch.randn(3, 3)}

@@ -169,7 +169,7 @@ def test_errors():
     with pytest.raises(fmuon.ConfigurationError, match=r"nonfinite='ignore'; known: 'propagate', "):
         fmuon.muon(nonfinite="ignore")
     for found in (True, torch.zeros(1)):
-        with pytest.raises(fmuon.ConfigurationError, match="found_inf=.*: give a 0-d tensor"):
+        with pytest.raises(fmuon.ConfigurationError, match=r"found_inf=.*: give a 0-d tensor"):
             opt.update(params, opt.init(params), 0, params, found_inf=found)
 
 
