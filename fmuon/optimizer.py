@@ -642,6 +642,10 @@ class FMuon(Optimizer):
                 {**o, **s, "rules": g["rules"]} for o, (g, s) in zip(own_keys, pairs, strict=False)
             ]
             return {**saved, "param_groups": merged + saved_groups[len(groups) :]}
+        if any(isinstance(index, str) for group in saved_groups for index in group["params"]):
+            # torch.distributed.checkpoint puts parameters into our order, but leaves their names.
+            pairs = zip(saved_groups, groups, strict=False)
+            saved_groups = [{**s, "param_names": own["param_names"]} for s, own in pairs]
         old = {
             name: saved["state"].get(index, {})
             for group in saved_groups

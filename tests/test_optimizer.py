@@ -9,6 +9,11 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.testing import assert_close
 
 import fmuon
@@ -463,6 +468,19 @@ def test_another_order_of_parameters_never_swaps_buffers():
     for m, o in ((model, optimizer), (other, resumed)):
         train(m, o, 2, start=3)
     assert_same_bits(tensors(other), tensors(model))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_distributed_checkpoint_in_another_order_never_swaps_buffers(flat):
+    model, other = (nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in "ab")) for _ in "ab")
+    optimizer = fmuon.FMuon(model.named_parameters(), lr=0.01)
+    train(model, optimizer, 1)
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    reordered = fmuon.FMuon(list(other.named_parameters())[::-1], lr=0.01)
+    set_optimizer_state_dict(other, reordered, saved, options=options)
+    for layer, loaded in zip(model, other, strict=True):
+        assert_same_bits(dict(reordered.state[loaded.weight]), dict(optimizer.state[layer.weight]))
 
 
 def test_loading_lists_what_does_not_match():
