@@ -1,8 +1,9 @@
-# Every target sets up what it needs in .venv, pinned by constraints.txt.
+# Every target sets up what it needs in .venv, pinned by constraints.txt; clients whose own pins clash
+# have a .venv-CLIENT.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all parity clients check mutants clean
+.PHONY: demo test test-all test-torchtune test-torchtitan parity clients check mutants clean
 
 demo: .venv/examples ## train a byte-level GPT with Muon and AdamW
 	$(BIN)/python examples/train_gpt.py
@@ -12,6 +13,9 @@ test: .venv/test ## the test suite
 
 test-all: .venv/test ## the longer checks too
 	$(BIN)/python -m pytest -m "not parity"
+
+test-torchtune test-torchtitan: test-%: .venv-%/installed ## FMuon in the hands of that client
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest tests/clients/test_$*.py
 
 parity: .venv/parity ## every preset beside the optimizer that it stands for
 	$(BIN)/python -m pytest tests/parity
@@ -33,5 +37,11 @@ check: .venv/dev ## lint, format and types
 	  -c constraints.txt -e ".[$(@F)]"
 	touch $@
 
+.venv-torchtune/installed .venv-torchtitan/installed: .venv-%/installed: pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -c constraints.txt -e ".[$*]"
+	touch $@
+
 clean:
-	rm -rf .venv out build dist
+	rm -rf .venv .venv-torchtune .venv-torchtitan out build dist
