@@ -238,9 +238,7 @@ class FMuon(Optimizer):
         _check_values(group, any(map(self._is_foreign, labels)))
         super().add_param_group(group)
         added = self.param_groups[-1]
-        if isinstance(added["lr"], Tensor):
-            # One tensor in two groups would make their schedulers write over each other.
-            added["lr"] = added["lr"].clone()
+        _own_rate(added)
 
     def _label(self, path: str, tensor: Any, given: Any, has_name: bool) -> Label:
         if not isinstance(tensor, Tensor):
@@ -607,6 +605,8 @@ class FMuon(Optimizer):
                     # The count stays where it is, all else goes to the device of the parameter.
                     device = value.device if name == "step" else parameter.device
                     self.state[parameter][name] = value.to(device, copy=True)
+        for group in self.param_groups:
+            _own_rate(group)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
@@ -728,13 +728,13 @@ class FMuon(Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also called by load_state_dict; compiled code is made anew."""
+        """Also called by load_state_dict."""
         super().__setstate__(state)
         if not any("differentiable" in foreign.defaults for foreign in self._foreign.values()):
             self.defaults.pop("differentiable", None)
-        self._steps = {}
-        self._metrics = {}
-        self._guessed = []
+        # What a copy or a pickle doesn't have, and a loaded optimizer keeps.
+        for name, empty in (("_steps", {}), ("_metrics", {}), ("_guessed", [])):
+            self.__dict__.setdefault(name, empty)
 
 
 def parameter_lists(optimizer: FMuon) -> dict[str, list[Tensor]]:
@@ -905,6 +905,12 @@ def _can_be_pickled(labels: Any) -> bool:
     except (pickle.PicklingError, AttributeError, TypeError):
         return False
     return True
+
+
+def _own_rate(group: dict[str, Any]) -> None:
+    """One tensor in two groups would make their schedulers write over each other."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"] = group["lr"].clone()
 
 
 def _dense(grad: Tensor | None, parameter: Tensor) -> Tensor:
