@@ -10,7 +10,9 @@ floor | module | job
 1 | tree | pytree <-> flat leaves with path names
 1 | scalars | numbers, schedules and per-leaf dicts -> tensors
 1 | momentum | average, Nesterov look-ahead, bias correction
+1 | sharding | where the parts of a sharded leaf are, and who its owner is; integers only
 1 | surgery | which leaf of an old state a leaf of a changed model goes on from
+2 | collectives | sharded leaves to their owners and back; the only user of torch.distributed
 2 | clipping | global norm of gradients, clipping by it, are they finite
 2 | metrics | what an update did to each leaf, for a logger
 2 | orthogonalize | stack of matrices -> nearest semi-orthogonal stack
@@ -22,6 +24,7 @@ floor | module | job
 4 | call | the leaves and scalars of one call
 5 | functional | the algorithm: muon, init, update, update_, apply_updates
 6 | foreign | any torch optimizer as the auxiliary rule of FMuon
+6 | distributed | preparing sharded updates, and who does what in them
 6 | explanation | what every leaf gets and why
 6 | presets | the published optimizers as rows of configuration
 6 | compilation | the only call to torch.compile
@@ -29,7 +32,7 @@ floor | module | job
 8 | interop | other optimizers' checkpoints in and out; factories for trainers
 """
 
-from fmuon import interop, presets
+from fmuon import distributed, interop, presets
 from fmuon.auxiliary import adamw, lion, nadamw, sgd
 from fmuon.base import (
     ConfigurationError,
@@ -66,6 +69,7 @@ __all__ = [
     "apply_updates",
     "clip_by_global_norm",
     "compile",
+    "distributed",
     "explain",
     "global_norm",
     "init",

@@ -7,7 +7,7 @@ tensor code that follows a plan. Every matrix is stored wide in its stack: tall 
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fmuon.base import Stack, View
 from fmuon.scaling import ScaleRule
+from fmuon.sharding import Domain, Exchange, Sharding, balanced, exchange
 
 SMALL = 2**16
 """Elements up to which leaves of one shape are stacked for pointwise work."""
@@ -23,12 +24,21 @@ SMALL = 2**16
 
 @dataclass(frozen=True)
 class MatrixLeaf:
-    """A leaf with its matrix view, the dtype of its arithmetic and its device."""
+    """A leaf with its matrix view, the dtype of its arithmetic and its device.
+
+    Of a sharded leaf the view is that of the whole.
+    """
 
     path: str
     view: View
     dtype: torch.dtype
     device: torch.device
+    sharding: Sharding | None = None
+
+    @property
+    def domain(self) -> Domain | None:
+        """The ranks that share its work."""
+        return None if self.sharding is None else self.sharding.domain
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,8 @@ class Bucket:
     """Leaves that are updated together: those that share stacks, up to a size in bytes.
 
     `groups` are the paths again, by what is averaged together: small leaves of one native shape.
+    `leaves` and `stacks` are those that this rank orthogonalises: all of them, unless an `exchange`
+    brings leaves to their owners.
     """
 
     paths: tuple[str, ...]
@@ -81,6 +93,7 @@ class Bucket:
     stacks: tuple[StackPlan, ...]
     dtype: torch.dtype
     device: torch.device
+    exchange: Exchange | None = None
 
 
 def plan(
@@ -89,6 +102,7 @@ def plan(
     max_stack_bytes: int | None,
     *,
     in_place: bool = False,
+    flops: Callable[[int, int], float] = lambda short, long: short**2 * (2 * long + short),
 ) -> tuple[Bucket, ...]:
     """Group leaves into buckets whose stacks are as large as `max_stack_bytes` allows.
 
@@ -97,25 +111,37 @@ def plan(
     batches are too small to be fast.
 
     The grouping depends on paths, shapes, dtypes and devices only, not on the order of the leaves,
-    so every replica groups alike.
+    so every rank groups alike. Leaves that are shared among ranks are in buckets of their own; they
+    are given to owners so that all have about as many `flops`.
     """
     if max_stack_bytes is None:
         sizes = [_bytes(leaf) for leaf in leaves]
         thrifty = max(max(sizes, default=0) + sum(sizes) // 32, 2**20)
         max_stack_bytes = thrifty if in_place else 2**28
-    groups: dict[tuple[torch.dtype, torch.device], list[MatrixLeaf]] = defaultdict(list)
+    groups: dict[tuple[torch.dtype, torch.device, Domain | None], list[MatrixLeaf]]
+    groups = defaultdict(list)
     for leaf in sorted(leaves, key=lambda leaf: leaf.path):
-        groups[leaf.dtype, leaf.device].append(leaf)
-    return tuple(
-        _bucket(chunk, scale, max_stack_bytes)
-        for group in groups.values()
-        for connected in _connected(group)
-        for chunk in _chunks(connected, max_stack_bytes)
-    )
+        groups[leaf.dtype, leaf.device, leaf.domain].append(leaf)
+    buckets: list[Bucket] = []
+    for (_, _, domain), group in groups.items():
+        workers = 1 if domain is None else domain.workers
+        owners = balanced([_cost(leaf, flops) for leaf in group], workers)
+        owner_of = {leaf.path: owner for leaf, owner in zip(group, owners, strict=True)}
+        for connected in _connected(group):
+            for chunk in _chunks(connected, max_stack_bytes):
+                buckets.append(_bucket(chunk, domain, owner_of, scale, max_stack_bytes))
+    return tuple(buckets)
+
+
+def _cost(leaf: MatrixLeaf, flops: Callable[[int, int], float]) -> float:
+    sides = product(leaf.view.row_blocks, leaf.view.column_blocks)
+    return leaf.view.count * sum(flops(min(side), max(side)) for side in sides)
 
 
 def _bytes(leaf: MatrixLeaf) -> int:
-    return math.prod(leaf.view.shape) * leaf.dtype.itemsize
+    """What the copy in a stack takes on one rank, on average."""
+    workers = 1 if leaf.domain is None else leaf.domain.workers
+    return math.prod(leaf.view.shape) * leaf.dtype.itemsize // workers
 
 
 def _shapes(leaf: MatrixLeaf) -> set[tuple[int, int]]:
@@ -151,7 +177,19 @@ def _chunks(leaves: Sequence[MatrixLeaf], max_bytes: int) -> list[list[MatrixLea
     return chunks
 
 
-def _bucket(leaves: Sequence[MatrixLeaf], scale: ScaleRule, max_bytes: int) -> Bucket:
+def _bucket(
+    members: Sequence[MatrixLeaf],
+    domain: Domain | None,
+    owner_of: Mapping[str, int],
+    scale: ScaleRule,
+    max_bytes: int,
+) -> Bucket:
+    shared: Exchange | None = None
+    leaves = list(members)
+    if domain is not None:
+        shardings = [leaf.sharding for leaf in members if leaf.sharding is not None]
+        shared = exchange(domain, shardings, [owner_of[leaf.path] for leaf in members])
+        leaves = [members[i] for i in shared.owned]
     by_shape: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     for index, leaf in enumerate(leaves):
         blocks = product(_ranges(leaf.view.row_blocks), _ranges(leaf.view.column_blocks))
@@ -177,17 +215,18 @@ def _bucket(leaves: Sequence[MatrixLeaf], scale: ScaleRule, max_bytes: int) -> B
         )
         for shape, pieces in by_shape.items()
     )
-    paths = tuple(leaf.path for leaf in leaves)
     groups: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for leaf in leaves:
-        groups[together(leaf.path, leaf.view.shape)].append(leaf.path)
+    for leaf in members:
+        shape = leaf.view.shape if leaf.sharding is None else leaf.sharding.local_shape
+        groups[together(leaf.path, shape)].append(leaf.path)
     return Bucket(
-        paths,
+        tuple(leaf.path for leaf in members),
         tuple(map(tuple, groups.values())),
         tuple(leaves),
         stacks,
-        leaves[0].dtype,
-        leaves[0].device,
+        members[0].dtype,
+        members[0].device,
+        shared,
     )
 
 

@@ -15,6 +15,7 @@ from fmuon.auxiliary import Rule
 from fmuon.base import ConfigurationError, State, StateError, Tree
 from fmuon.buckets import Bucket
 from fmuon.clipping import all_finite
+from fmuon.collectives import all_reduced, local, register_meshes
 from fmuon.metrics import METRICS, SKIPPED, metric_key
 from fmuon.planning import (
     MOMENTUM,
@@ -55,9 +56,15 @@ class Call:
                 f"{sorted(absent)}; make it with init"
             )
         self.config = config
-        self.state = state
-        self.grads, self.structure = flatten(grads, "grads")
-        self.params: Leaves | None = None if params is None else flatten(params)[0]
+        # As they were given; everything is computed with the local tensors of shards.
+        self.given_state = state
+        self.given_grads, self.structure = flatten(grads, "grads")
+        self.given_params: Leaves | None = None if params is None else flatten(params)[0]
+        if not torch.compiler.is_compiling():
+            register_meshes(self.given_grads.values(), (self.given_params or {}).values())
+        self.state: State = _locals(state)
+        self.grads: Leaves = _locals(self.given_grads)
+        self.params: Leaves | None = _locals(self.given_params)
         self.step = (
             step
             if isinstance(step, Tensor)
@@ -100,7 +107,7 @@ class Call:
             return value
         by_leaf = None
         if name == "weight_decay":
-            by_leaf = masked_decay(value, signature(self.params or {}))
+            by_leaf = masked_decay(value, signature(self.given_params or {}))
         value = value(self.step) if by_leaf is None else dict(by_leaf)
         if is_callable(value) or value is None:
             raise ConfigurationError(f"{name}: its callable returned {value!r}, which is no scalar")
@@ -111,7 +118,8 @@ class Call:
     def plan(self, *, in_place: bool = False) -> Plan:
         """The plan of this call; raises where its arguments don't fit together."""
         plan = self._plan(in_place)
-        self.finite = finite = self._is_finite()
+        self.present = {**self.present, **self._present_anywhere(plan)}
+        self.finite = finite = self._is_finite(plan)
         if finite is not None:
             # In a step that isn't finite every leaf sits out, as if it had no gradient.
             present = self.present
@@ -121,7 +129,20 @@ class Call:
             }
         return plan
 
-    def _is_finite(self) -> Tensor | None:
+    def _present_anywhere(self, plan: Plan) -> dict[str, Tensor]:
+        """Whether any rank has a gradient, for leaves that several share."""
+        found: dict[str, Tensor] = {}
+        for ranks, paths, device in plan.shared if self.config.missing == "skip" else ():
+            own = [
+                torch.full((), self.grads[path] is not None, device=device)
+                & self.present.get(path, torch.ones((), dtype=torch.bool)).to(device)
+                for path in paths
+            ]
+            anywhere = all_reduced(torch.stack(own).to(torch.float32), "max", ranks) > 0
+            found |= dict(zip(paths, anywhere.unbind(), strict=True))
+        return found
+
+    def _is_finite(self, plan: Plan) -> Tensor | None:
         """Whether this step counts, on the device; None where nothing can forbid it."""
         finite = None if self.found_inf is None else self.found_inf == 0
         if self.config.nonfinite == "skip":
@@ -132,23 +153,27 @@ class Call:
                 if grad is not None
             )
             finite = own if finite is None else own & finite.to(own.device)
+        if finite is None:
+            return None
+        for ranks, _, device in plan.shared:
+            finite = all_reduced(finite.to(device, torch.float32), "min", ranks) > 0
         return finite
 
     def _plan(self, in_place: bool) -> Plan:
         kept = [name for name in (MOMENTUM, SECOND) if name in self.state]
-        slots: Mapping[str, Any] = self.state["auxiliary"]
+        slots: Mapping[str, Any] = self.given_state["auxiliary"]
         by_rule: Any = {None: slots} if isinstance(self.config.auxiliary, Rule) else slots
         return plan_update(
             self.config,
-            signature(self.grads),
-            tuple((name, signature(self.state[name])) for name in kept),
+            signature(self.given_grads),
+            tuple((name, signature(self.given_state[name])) for name in kept),
             tuple(
                 (name, slot, signature(leaves))
                 for name, store in by_rule.items()
                 for slot, leaves in store.items()
             ),
             signature(self.state["missed"]),
-            None if self.params is None else signature(self.params),
+            None if self.given_params is None else signature(self.given_params),
             self._named(),
             self._needs_params(),
             in_place,
@@ -164,15 +189,16 @@ class Call:
             for path in value
         )
 
-    def _needs_params(self) -> str | None:
-        """What this call needs the params for; only the Python constant 0 is no weight decay."""
+    def _needs_params(self) -> tuple[str, str] | None:
+        """What this call needs the params for, and how to do without it."""
+        # Only the Python constant 0 says that nothing decays.
         own = [rule.weight_decay or 0 for rule in self.config.rules.values()]
         inherited = self.given.get("weight_decay", self.config.weight_decay)
         if not all(is_zero(decay) for decay in (inherited, *own)):
-            return "weight decay"
+            return "weight decay", "set weight_decay=0"
         asked = [name for name in self.config.metrics if name != SKIPPED]
         reading = [name for name in asked if METRICS[name].needs_params]
-        return f"the metric {reading[0]!r}" if reading else None
+        return (f"the metric {reading[0]!r}", "leave it out") if reading else None
 
     # ---- scalars ---------------------------------------------------------------------------------
 
@@ -257,10 +283,10 @@ class Call:
 
     def store(self, group: Group, slot: str, state: State | None = None) -> dict[str, Tensor]:
         """Path -> tensor of one slot of a group, in the state of this call or another."""
-        state = self.state if state is None else state
+        held: State = self.state if state is None else state
         if isinstance(group, Bucket):
-            return state[slot]
-        return (state["auxiliary"] if group.name is None else state["auxiliary"][group.name])[slot]
+            return held[slot]
+        return (held["auxiliary"] if group.name is None else held["auxiliary"][group.name])[slot]
 
     def gradient(self, path: str, like: Tensor) -> Tensor:
         """A gradient; None, which planning lets through only for missing="zero", as zeros."""
@@ -271,6 +297,20 @@ class Call:
         """The params of a group; planning has checked that they are there."""
         assert self.params is not None
         return [self.params[path] for path in group.paths]  # pyright: ignore[reportReturnType]
+
+    def whole(self, path: str) -> Any:
+        """A tensor of a leaf as it was given, which says how a result is sharded."""
+        for leaves in (self.given_params or {}, self.given_grads, self.given_state["momentum"]):
+            if leaves.get(path) is not None:
+                return leaves[path]
+        return None
+
+
+def _locals(tree: Any) -> Any:
+    """Flat or nested dicts with the local tensors of shards."""
+    if isinstance(tree, Mapping):
+        return {key: _locals(value) for key, value in tree.items()}
+    return local(tree)
 
 
 def spread(values: Tensor, stack: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,14 +36,33 @@ from fmuon.base import (
 )
 from fmuon.buckets import Bucket, stack, unstack
 from fmuon.call import Call, Group, spread
+from fmuon.collectives import (
+    arrived,
+    check_agreement,
+    like,
+    make_group,
+    register,
+    register_meshes,
+    returned,
+    to_owners,
+    to_parts,
+)
 from fmuon.metrics import METRICS, SKIPPED
 from fmuon.momentum import average, look_ahead
 from fmuon.orthogonalize import NewtonSchulz, Orthogonalizer, orthogonalizer
-from fmuon.partition import Label
-from fmuon.planning import Configuration, RuleGroup, check_not_empty
+from fmuon.partition import Assignment, Label
+from fmuon.planning import (
+    Configuration,
+    RuleGroup,
+    Spec,
+    check_not_empty,
+    matrix_leaf,
+    signature,
+)
 from fmuon.scalars import Scalars
 from fmuon.scaling import ScaleRule, scale_rule
 from fmuon.second_moment import NorMuon, second_moment_method
+from fmuon.sharding import Exchange
 from fmuon.surgery import entries, origins, resized
 from fmuon.tree import flatten
 
@@ -64,6 +83,8 @@ class Muon(Configuration):
         assignments = self.assign(leaves)
         if not isinstance(params, list | tuple):
             check_not_empty(assignments)
+        if not torch.compiler.is_compiling():
+            self._prepare(leaves, assignments)
         for path, (label, _, _) in assignments.items():
             leaf = leaves[path]
             if leaf is None or label == "frozen":
@@ -79,6 +100,40 @@ class Muon(Configuration):
                 key: torch.zeros((), device=device) for key in self.metric_keys(leaves_of_state)
             }
         return state
+
+    def prepare(self, params: Tree) -> None:
+        """Make what an update of sharded leaves needs; see `fmuon.distributed.prepare`."""
+        leaves, _ = flatten(params)
+        self._prepare(leaves, self.assign(leaves))
+
+    def _prepare(
+        self, leaves: Mapping[str, Tensor | None], assignments: Mapping[str, Assignment]
+    ) -> None:
+        register_meshes(leaves.values())
+        specs = {
+            path: Spec(*spec)
+            for path, spec in signature(leaves)
+            if spec is not None and assignments[path].label != "frozen"
+        }
+        groups: set[tuple[int, ...]] = set()
+        described: dict[tuple[int, ...], list[str]] = defaultdict(list)
+        for path, spec in sorted(specs.items()):
+            label = assignments[path].label
+            mesh = self.mesh if spec.sharding is None else spec.sharding.mesh
+            if mesh is None:
+                continue
+            ranks = tuple(sorted(mesh.ranks))
+            groups.add(ranks)
+            splits = None if spec.sharding is None else spec.sharding.splits
+            described[ranks].append(f"{path}: {spec.shape} {spec.dtype} {splits} {label}")
+            if isinstance(label, Matrix) and 0 not in spec.shape:
+                domain = matrix_leaf(self, path, label, spec, torch.float32).domain
+                groups |= set() if domain is None else {domain.parts, domain.copies}
+        for ranks in sorted(groups):
+            make_group(ranks)
+        for ranks, lines in described.items():
+            options = f"{self.orthogonalize} {self.max_stack_bytes} {self.missing} {self.nonfinite}"
+            check_agreement([options, *lines], ranks)
 
     def fresh(self, path: str, leaf: Tensor, label: Label) -> dict[str, Tensor]:
         """What the state holds of one leaf before its first update, by slot."""
@@ -116,16 +171,17 @@ class Muon(Configuration):
             new = {name: _copy(state[name]) for name in state}
             updates: dict[str, Tensor] = {}
             metrics: dict[str, Tensor] = {}
-            for group in plan.groups:
-                moved = _advance(group, call)
+            for group, moved in _moves(plan.groups, call):
                 metrics |= _measured(group, call, moved)
                 for path, change in zip(group.paths, moved.updates, strict=True):
-                    updates[path] = _strided(change, state["momentum"].get(path))
+                    change = _strided(change, call.state["momentum"].get(path))
+                    updates[path] = like(change, call.whole(path))
                 for slot, tensors in moved.slots.items():
                     old, store = call.store(group, slot), call.store(group, slot, new)
                     for path, tensor in zip(group.paths, tensors, strict=True):
                         keep = _strided if _is_alone(group, path) else _owned
-                        store[path] = keep(tensor, old[path]).to(old[path].dtype)
+                        kept = keep(tensor, old[path]).to(old[path].dtype)
+                        store[path] = like(kept, store[path])
             for path in plan.empty:
                 updates[path] = torch.zeros_like(state["momentum"][path])
             for path in plan.idle:
@@ -163,8 +219,7 @@ class Muon(Configuration):
             if weight is not None and 0 in weight.stride() and not _is_writable(weight):
                 raise LeafError(f"{path!r}: an expanded tensor can't be written; pass a copy")
         metrics: dict[str, Tensor] = {}
-        for group in plan.groups:
-            moved = _advance(group, call)
+        for group, moved in _moves(plan.groups, call):
             metrics |= _measured(group, call, moved)
             torch._foreach_add_(call.weights(group), moved.updates)
             for slot, tensors in moved.slots.items():
@@ -196,9 +251,62 @@ class _Moved(NamedTuple):
     rates: list[Tensor]
 
 
-def _advance(group: Group, call: Call) -> _Moved:
-    """The step of the leaves of a group, as views where that is possible."""
-    moved = _matrices(group, call) if isinstance(group, Bucket) else _others(group, call)
+class _Sent(NamedTuple):
+    """A bucket whose leaves are on their way to their owners, or back."""
+
+    bucket: Bucket
+    exchange: Exchange
+    looks: list[Tensor]
+    averages: list[Tensor]
+    pending: Tensor | None
+
+
+def _moves(groups: Sequence[Group], call: Call) -> Iterator[tuple[Group, _Moved]]:
+    """Every group with its step.
+
+    While a bucket that is shared with other ranks is computed, the leaves of the next are on their
+    way to their owners, and those of the last on their way back.
+    """
+    shared = [(g, g.exchange) for g in groups if isinstance(g, Bucket) and g.exchange is not None]
+    coming = _sent(*shared[0], call) if shared else None
+    for group in groups:
+        if not isinstance(group, Bucket):
+            yield group, _settled(_others(group, call), group, call)
+        elif group.exchange is None:
+            yield group, _settled(_matrices(group, call), group, call)
+    going: _Sent | None = None
+    for following in [*shared[1:], None]:
+        here, coming = coming, _sent(*following, call) if following else None
+        if here is None:
+            break
+        done = _sent_back(here, call)
+        if going is not None:
+            yield going.bucket, _settled(_returned(going), going.bucket, call)
+        going = done
+    if going is not None:
+        yield going.bucket, _settled(_returned(going), going.bucket, call)
+
+
+def _sent(bucket: Bucket, exchange: Exchange, call: Call) -> _Sent:
+    looks, averages = _averaged(bucket, call)
+    return _Sent(bucket, exchange, looks, averages, to_owners(exchange, looks))
+
+
+def _sent_back(here: _Sent, call: Call) -> _Sent:
+    """Orthogonalise what has arrived and send it back."""
+    wholes = arrived(here.exchange, here.pending, here.looks)
+    updates = _orthogonalized(here.bucket, wholes, call).updates
+    return here._replace(pending=to_parts(here.exchange, updates, here.looks[0]))
+
+
+def _returned(here: _Sent) -> _Moved:
+    assert here.pending is not None
+    updates = returned(here.exchange, here.pending, here.looks[0])
+    return _Moved(updates, {"momentum": here.averages}, [], [])
+
+
+def _settled(moved: _Moved, group: Group, call: Call) -> _Moved:
+    """With weight decay, and zero where a leaf sits the step out."""
     updates = moved.updates
     decay = call.decay(group)
     if decay is not None:
@@ -246,7 +354,14 @@ def _means(group: Group, values: list[Tensor]) -> dict[str, Tensor]:
 
 
 def _matrices(bucket: Bucket, call: Call) -> _Moved:
-    """-lr scale O and M' of the leaves of a bucket, one orthogonalisation per stack."""
+    """-lr scale O and M' of the leaves of a bucket."""
+    looks, averages = _averaged(bucket, call)
+    moved = _orthogonalized(bucket, looks, call)
+    return moved._replace(slots={"momentum": averages, **moved.slots})
+
+
+def _averaged(bucket: Bucket, call: Call) -> tuple[list[Tensor], list[Tensor]]:
+    """The look-ahead U and the average M' of the leaves of a bucket."""
     config, device = call.config, bucket.device
     looks: dict[str, Tensor] = {}
     averages: dict[str, Tensor] = {}
@@ -262,14 +377,20 @@ def _matrices(bucket: Bucket, call: Call) -> _Moved:
         )
         looks.update(zip(paths, look.unbind(), strict=True))
         averages.update(zip(paths, call.masked(new, paths, moment).unbind(), strict=True))
-    stacks = stack(bucket, [looks[path] for path in bucket.paths])
+    return [looks[path] for path in bucket.paths], [averages[path] for path in bucket.paths]
+
+
+def _orthogonalized(bucket: Bucket, looks: list[Tensor], call: Call) -> _Moved:
+    """-lr scale O of the leaves that this rank has whole, one orthogonalisation per stack."""
+    config, device = call.config, bucket.device
+    stacks = stack(bucket, looks)
     orthogonal: list[Stack] = []
     for spec, matrices in zip(bucket.stacks, stacks, strict=True):
         # In parts: a method may need several times the memory of what it is given.
         parts = [config.orthogonalize(part) for part in matrices.split(spec.chunk)]
         orthogonal.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     factors = orthogonal
-    slots = {"momentum": [averages[path] for path in bucket.paths]}
+    slots: dict[str, list[Tensor]] = {}
     if config.second_moment is not None:
         factors, slots["second_moment"] = _evened(bucket, factors, call, config.second_moment)
     duals = _duals(bucket, stacks, factors) if config.adaptive else None
@@ -402,6 +523,7 @@ def muon(
     scale: str | ScaleRule = "match_rms_adamw",
     momentum_dtype: torch.dtype | None = None,
     metrics: Sequence[str] = (),
+    mesh: Any = None,
     auxiliary: Rule | Mapping[str, Rule] = adamw(),
     labels: Mapping[str, Label] | Callable[[str, Tensor], Label | None] | None = None,
     missing: str = "skip",
@@ -434,6 +556,8 @@ def muon(
         metrics: names out of `fmuon.metrics.METRICS` and "skipped_steps", computed in every update
             into `state["metrics"]`, a flat dict of 0-d float32 tensors with keys such as
             "fmuon/update_rms/<path>".
+        mesh: a DeviceMesh or process group whose ranks have the same plain params and gradients
+            (as under DDP) and share the work: each matrix is orthogonalised on one of them.
         auxiliary: the rule of every leaf that is no matrix, or a dict name -> rule; a label names
             its rule, and "auxiliary" means the first one.
         labels: what each leaf is, by path: an ordered dict (first match wins; a key is a path, or
@@ -479,6 +603,7 @@ def muon(
         scale=scale_rule(scale),
         momentum_dtype=momentum_dtype,
         metrics=tuple(metrics),
+        mesh=None if mesh is None else register(mesh),
         auxiliary=auxiliary if isinstance(auxiliary, Rule) else tuple(auxiliary.items()),
         labels=labels,  # pyright: ignore[reportArgumentType]
         missing=missing,

@@ -27,6 +27,7 @@ from fmuon.base import (
     lookup,
 )
 from fmuon.clipping import all_finite
+from fmuon.collectives import is_sharded
 from fmuon.compilation import can_compile
 from fmuon.compilation import compile as compile_
 from fmuon.foreign import Foreign, Share, adopted
@@ -428,9 +429,17 @@ class FMuon(Optimizer):
             zero = self._config.missing == "zero"
             flags = [grads[path] is not None or zero for path in params]
         elif self._config.missing == "skip":
-            params = {path: entry for path, entry in params.items() if grads[path] is not None}
+            # Whether a leaf that ranks share has a gradient anywhere is for the core to find out.
+            params = {
+                path: entry
+                for path, entry in params.items()
+                if grads[path] is not None or self._is_shared(entry[1])
+            }
         if params:
             self._run(params, grads, flags)
+
+    def _is_shared(self, parameter: Tensor) -> bool:
+        return self._config.mesh is not None or is_sharded(parameter)
 
     def _run(
         self,
@@ -443,7 +452,10 @@ class FMuon(Optimizer):
         device = next(iter(tensors.values())).device
         self._prepare(params)(
             tensors,
-            {path: _dense(grads[path], tensor) for path, tensor in tensors.items()},
+            {
+                path: grads[path] if flags is None else _dense(grads[path], tensor)
+                for path, tensor in tensors.items()
+            },
             {path: self.state[parameter] for path, (_, parameter, _) in params.items()},
             _table(self.param_groups, params.values()).to(device),
             self._measurements(params, device),
@@ -526,6 +538,7 @@ class FMuon(Optimizer):
         config = replace(self._config, labels=labels, auxiliary=_unscaled(self._config))
         layout = _Layout(config, members)
         if layout not in self._steps:
+            config.prepare({path: parameter for path, (_, parameter, _) in params.items()})
             step, mode = _in_place_step(layout), self._mode(params)
             self._steps[layout] = step if mode is None else compile_(step, mode)
         return self._steps[layout]

@@ -79,6 +79,11 @@ class NewtonSchulz:
         """Orthogonalise the trailing two axes of x, [..., m, n] -> [..., m, n], dtype kept."""
         return on_wide_stack(self._iterate, x)
 
+    def flops(self, short: int, long: int) -> int:
+        """Of the products for one matrix of that shape."""
+        count = len(coefficient_set(self.coefficients).polynomials(self.steps))
+        return count * (4 * short**2 * long + 2 * short**3)
+
     def _iterate(self, x: Stack) -> Stack:
         family, dtype = coefficient_set(self.coefficients), x.dtype
         # The dtype is this object's to choose, not an autocast region's around the step.
@@ -137,6 +142,13 @@ class GramNewtonSchulz(NewtonSchulz):
     products take the standard form. Options as for `NewtonSchulz`.
     """
 
+    def flops(self, short: int, long: int) -> int:
+        """Of the products for one matrix of that shape, in float32."""
+        if 2 * long < 3 * short:
+            return super().flops(short, long)
+        count = len(coefficient_set(self.coefficients).polynomials(self.steps))
+        return 4 * short**2 * long + 2 * (4 * count - 3) * short**3
+
     def _products(self, x: Stack, polynomials: tuple[Triple, ...]) -> Stack:
         short, long = x.shape[-2:]
         if 2 * long < 3 * short or x.dtype.itemsize < 4:
@@ -177,6 +189,11 @@ def orthogonalizer(method: Any) -> Orthogonalizer:
             f"{', '.join(map(repr, METHODS))}"
         )
     return method
+
+
+def flops_of(method: Orthogonalizer) -> Callable[[int, int], float]:
+    """(short, long) -> flops of a method; those of Newton-Schulz where it doesn't say."""
+    return getattr(method, "flops", NewtonSchulz().flops)
 
 
 def on_wide_stack(method: Callable[[Stack], Stack], x: Tensor) -> Tensor:

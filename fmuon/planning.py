@@ -27,12 +27,14 @@ from fmuon.base import (
     near_misses,
 )
 from fmuon.buckets import Bucket, MatrixLeaf, plan, together
+from fmuon.collectives import SHARDINGS, is_sharded, sharding_number
 from fmuon.metrics import METRICS, SKIPPED, metric_key
-from fmuon.orthogonalize import Orthogonalizer
+from fmuon.orthogonalize import Orthogonalizer, flops_of
 from fmuon.partition import Assignment, Label, Labels, Leaf, as_view, assign, check_key, declared
 from fmuon.scalars import check_scalar, is_mask
 from fmuon.scaling import ScaleRule
 from fmuon.second_moment import NorMuon
+from fmuon.sharding import Mesh, Sharding
 
 MISSING = ("skip", "zero", "error")
 DECAYS = ("decoupled", "cautious")
@@ -59,6 +61,7 @@ class Configuration:
     scale: ScaleRule
     momentum_dtype: torch.dtype | None
     metrics: tuple[str, ...]
+    mesh: Mesh | None
     auxiliary: Rule | tuple[tuple[str, Rule], ...]
     labels: Labels
     missing: str
@@ -168,7 +171,19 @@ class Configuration:
 
 
 def check_trainable(path: str, leaf: Tensor) -> None:
-    """Refuse a leaf that no rule can train: sparse, complex or of integers."""
+    """Refuse a leaf that no rule can train: sparse, complex, of integers, or flattened shards."""
+    if type(leaf).__name__ == "FlatParameter":
+        raise LeafError(
+            f"{path!r}: a flattened shard of several parameters (FSDP1), in which no matrix can be "
+            f"found; shard with torch.distributed.fsdp.fully_shard instead"
+        )
+    if is_sharded(leaf):
+        mesh: Any = leaf.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+        if leaf.device.type != mesh.device_type:
+            raise LeafError(
+                f"{path!r}: its shards are on {leaf.device}, its mesh on {mesh.device_type!r}; "
+                f"offloaded parameters can't be exchanged: keep them on the mesh's devices"
+            )
     if leaf.layout != torch.strided:
         raise LeafError(f"{path!r}: sparse parameter ({leaf.layout}); make it dense")
     if leaf.dtype.is_complex:
@@ -206,6 +221,17 @@ class Spec(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     layout: torch.layout
+    number: int | None = None
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """How it is sharded; None for a plain tensor."""
+        return None if self.number is None else SHARDINGS[self.number]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank holds."""
+        return self.shape if self.sharding is None else self.sharding.local_shape
 
 
 Specs: TypeAlias = Mapping[str, Spec | None]
@@ -233,11 +259,13 @@ class Plan:
         groups: buckets of matrices and groups of other leaves.
         idle: leaves without a gradient, which are left alone.
         empty: matrix leaves without elements.
+        shared: (ranks, paths, device) of leaves that several ranks update alike or in parts.
     """
 
     groups: tuple[Bucket | RuleGroup, ...]
     idle: tuple[str, ...]
     empty: tuple[str, ...]
+    shared: tuple[tuple[tuple[int, ...], tuple[str, ...], torch.device], ...]
 
 
 def signature(leaves: Mapping[str, Tensor | None]) -> Signature:
@@ -246,12 +274,20 @@ def signature(leaves: Mapping[str, Tensor | None]) -> Signature:
     return tuple(
         (
             path,
-            None
-            if leaf is None
-            else (tuple(map(operator.index, leaf.shape)), leaf.dtype, leaf.device, leaf.layout),
+            None if leaf is None else (*_of(leaf), _sharding(path, leaf)),
         )
         for path, leaf in leaves.items()
     )
+
+
+def _of(leaf: Tensor) -> tuple[Any, ...]:
+    return tuple(map(operator.index, leaf.shape)), leaf.dtype, leaf.device, leaf.layout
+
+
+def _sharding(path: str, leaf: Any) -> int | None:
+    if not is_sharded(leaf):
+        return None
+    return sharding_number(path, leaf.device_mesh, leaf.placements, _of(leaf)[0])
 
 
 def _specs(leaves: Signature) -> dict[str, Spec | None]:
@@ -274,7 +310,7 @@ def _plan_update(
     missed: Signature,
     params: Signature | None,
     named: tuple[tuple[str, str], ...],
-    needs_params: str | None,
+    needs_params: tuple[str, str] | None,
     in_place: bool,
 ) -> Plan:
     """Check that gradients, state, params and configuration fit together, and group the leaves.
@@ -287,7 +323,7 @@ def _plan_update(
         missed: of the state's counts, which name all of its leaves.
         params: of the params where they were passed.
         named: (option, path) for every leaf that a per-call dict names.
-        needs_params: what the params are needed for, if anything.
+        needs_params: what the params are needed for, and how to do without it.
         in_place: whether params and state are written.
     """
     gradients = _specs(grads)
@@ -296,6 +332,7 @@ def _plan_update(
     _check_names(config, gradients, tuple(counts), weights, named, needs_params)
     stored = _stored((*((name, name, leaves) for name, leaves in matrices), *slots), counts)
     found: list[MatrixLeaf] = []
+    shared: dict[tuple[tuple[int, ...], torch.device], list[str]] = {}
     others: dict[tuple[Any, ...], list[str]] = {}
     idle: list[str] = []
     empty: list[str] = []
@@ -308,9 +345,13 @@ def _plan_update(
             )
         # The second moment, whose shape is another, comes last.
         like = next(iter(held.values()), gradient)
-        if like is None or (gradient is None and config.missing == "skip"):
+        mesh = config.mesh if like is None or like.sharding is None else like.sharding.mesh
+        if like is None or (gradient is None and config.missing == "skip" and mesh is None):
             idle.append(path)
             continue
+        if mesh is not None:
+            # Whether such a leaf is left alone is for all of its ranks to decide.
+            shared.setdefault((tuple(sorted(mesh.ranks)), like.device), []).append(path)
         _check_tensors(path, gradient, held, like, None if weights is None else weights[path])
         label = _label_in_state(config, path, like, held)
         present = (like, gradient, None if weights is None else weights[path])
@@ -318,21 +359,54 @@ def _plan_update(
         dtype = torch.float64 if double else torch.float32
         if not isinstance(label, Matrix):
             name = config.rule_name(label)
-            key = name, dtype, like.device, *together(path, like.shape)
+            key = name, dtype, like.device, *together(path, like.local_shape)
             others.setdefault(key, []).append(path)
         elif 0 in like.shape:
             empty.append(path)
         else:
-            view = label.view(path, like.shape)
-            found.append(MatrixLeaf(path, view, dtype, like.device))
+            leaf = matrix_leaf(config, path, label, like, dtype)
+            if 0 in leaf.view.shape:
+                empty.append(path)
+            else:
+                found.append(leaf)
+    flops = flops_of(config.orthogonalize)
     groups = (
-        *plan(found, config.scale, config.max_stack_bytes, in_place=in_place),
+        *plan(found, config.scale, config.max_stack_bytes, in_place=in_place, flops=flops),
         *(
             RuleGroup(tuple(paths), name, shape, dtype, device)
             for (name, dtype, device, shape, *_), paths in others.items()
         ),
     )
-    return Plan(groups, tuple(idle), tuple(empty))
+    return Plan(
+        groups,
+        tuple(idle),
+        tuple(empty),
+        tuple((ranks, tuple(paths), device) for (ranks, device), paths in shared.items()),
+    )
+
+
+def matrix_leaf(
+    config: Configuration, path: str, label: Matrix, spec: Spec, dtype: torch.dtype
+) -> MatrixLeaf:
+    """A matrix leaf as the buckets need it: what is whole on this rank has no sharding."""
+    sharding = spec.sharding
+    if sharding is None and config.mesh is not None:
+        sharding = Sharding(spec.shape, config.mesh, (None,) * len(config.mesh.shape))
+    view = label.view(path, spec.shape)
+    if sharding is not None:
+        stack_axes = view.order[: len(view.order) - len(view.row_axes) - len(view.column_axes)]
+        sharding = sharding.within(stack_axes)
+        view = label.view(path, sharding.shape)
+    if sharding is None or sharding.domain is None:
+        return MatrixLeaf(path, view, dtype, spec.device)
+    for option in ("second_moment", "adaptive", "metrics"):
+        if getattr(config, option):
+            raise ConfigurationError(
+                f"{path!r} is shared among the ranks {sorted(sharding.mesh.ranks)}, and "
+                f"{option}={getattr(config, option)!r} needs whole leaves on every rank; set it to "
+                f"its default"
+            )
+    return MatrixLeaf(path, view, dtype, spec.device, sharding)
 
 
 def _stored(sources: Sequence[tuple[str | None, str, Signature]], missed: Specs) -> dict[str, Held]:
@@ -359,7 +433,7 @@ def _check_names(
     known: Sequence[str],
     params: Specs | None,
     named: Sequence[tuple[str, str]],
-    needs_params: str | None,
+    needs_params: tuple[str, str] | None,
 ) -> None:
     absent = [path for path in known if path not in grads]
     unknown = [
@@ -378,8 +452,8 @@ def _check_names(
             raise LeafError(f"{option}: {path!r} is no leaf of the state{near_misses(path, known)}")
     if needs_params is not None and params is None:
         raise ConfigurationError(
-            f"{needs_params} needs the params: call update(grads, state, step, params), or do "
-            f"without it (weight_decay=0, metrics=())"
+            f"{needs_params[0]} needs the params: call update(grads, state, step, params), or "
+            f"{needs_params[1]}"
         )
     if params is not None and (absent := [p for p in known if params.get(p) is None]):
         raise LeafError(f"params: missing the leaves {absent}, which the state has")
@@ -405,12 +479,27 @@ def _check_tensors(
             continue
         if not spec.dtype.is_floating_point:
             raise LeafError(f"{path!r}: {what} of dtype {spec.dtype}; floating point needed")
+        if spec.sharding != like.sharding:
+            raise LeafError(
+                f"{path!r}: {what} is sharded as {_placed(spec)}, state as {_placed(like)}; the "
+                f"two must be equal: redistribute it, or make a new state with init(params)"
+            )
         if spec.shape != like.shape or spec.device != like.device:
             raise LeafError(
                 f"{path!r}: {what} of shape {spec.shape} on {spec.device}, state of shape "
                 f"{like.shape} on {like.device}; the two must be equal (init(params) makes a new "
                 f"state)"
             )
+
+
+def _placed(spec: Spec) -> str:
+    if spec.sharding is None:
+        return "a plain tensor"
+    splits = [
+        "a replica" if split is None else f"shards of axis {split.axis}"
+        for split in spec.sharding.splits
+    ]
+    return f"{', '.join(splits)} on a mesh of {spec.sharding.mesh.shape}"
 
 
 def _label_in_state(config: Configuration, path: str, like: Spec, held: Held) -> Label:

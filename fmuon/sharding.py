@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the elements of a sharded leaf live and who orthogonalises it; integers only.
+
+A mesh is a grid of ranks. Along each of its dimensions a leaf is either split (one of its axes is
+cut into parts) or replicated. The ranks that differ in split dimensions only hold one whole leaf
+between them, a shard group; those that differ in the others hold copies, a replica group. A leaf
+has one owner in the whole mesh, who gets it whole, orthogonalises it and sends the parts back.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+from typing import TypeAlias
+
+Interval: TypeAlias = tuple[int, int]
+Block: TypeAlias = tuple[Interval, ...]
+"""(start, stop) for every axis of a leaf."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """A grid of ranks as one of them sees it; compared by identity, since it may be large.
+
+    Attributes:
+        shape: of the grid.
+        ranks: the global rank at every coordinate, row-major.
+        coordinate: of this rank.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One axis of a leaf, cut along one dimension of the mesh.
+
+    `minor`: the cut is within the parts that the dimensions to its right make of the same axis, as
+    in fully_shard of a tensor that is sharded already.
+    """
+
+    axis: int
+    minor: bool = False
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """A leaf of `shape` on a mesh: one `Split`, or None for a replica, per mesh dimension."""
+
+    shape: tuple[int, ...]
+    mesh: Mesh
+    splits: tuple[Split | None, ...]
+
+    @property
+    def split_dims(self) -> tuple[int, ...]:
+        """Mesh dimensions along which the leaf is split into parts."""
+        return tuple(d for d, split in enumerate(self.splits) if split and self.mesh.shape[d] > 1)
+
+    @property
+    def replica_dims(self) -> tuple[int, ...]:
+        """Mesh dimensions along which it is copied."""
+        split = self.split_dims
+        return tuple(d for d, n in enumerate(self.mesh.shape) if n > 1 and d not in split)
+
+    def block(self, coordinate: Sequence[int]) -> Block:
+        """The part that the rank at a coordinate holds; each cut is into ceil(length / size)."""
+        intervals: list[Interval] = [(0, length) for length in self.shape]
+        major_first: list[int] = []
+        for dim in reversed(range(len(self.splits))):
+            split = self.splits[dim]
+            if split is not None:
+                major_first.insert(len(major_first) if split.minor else 0, dim)
+        for dim in major_first:
+            split = self.splits[dim]
+            assert split is not None
+            start, stop = intervals[split.axis]
+            size = -(-(stop - start) // self.mesh.shape[dim])
+            first = min(start + coordinate[dim] * size, stop)
+            intervals[split.axis] = first, min(first + size, stop)
+        return tuple(intervals)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return _shape(self.block(self.mesh.coordinate))
+
+    @property
+    def domain(self) -> "Domain | None":
+        """The ranks that share this leaf's work; None where this rank has it alone."""
+        if not self.split_dims and not self.replica_dims:
+            return None
+        parts, copies = self._members(self.split_dims), self._members(self.replica_dims)
+        own = self.mesh.ranks[self._index(self.mesh.coordinate)]
+        return Domain(tuple(parts), tuple(copies), list(parts).index(own), list(copies).index(own))
+
+    def parts(self) -> tuple[Block, ...]:
+        """The parts of the members of this rank's shard group, in the order of their ranks."""
+        return tuple(map(self.block, self._members(self.split_dims).values()))
+
+    def _members(self, dims: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+        """Rank -> coordinate of those that differ from this one in some dimensions, by rank."""
+        own = self.mesh.coordinate
+        members = [
+            tuple(member[dims.index(d)] if d in dims else own[d] for d in range(len(own)))
+            for member in product(*(range(self.mesh.shape[d]) for d in dims))
+        ]
+        return dict(sorted((self.mesh.ranks[self._index(member)], member) for member in members))
+
+    def _index(self, coordinate: Sequence[int]) -> int:
+        index = 0
+        for size, own in zip(self.mesh.shape, coordinate, strict=True):
+            index = index * size + own
+        return index
+
+    def within(self, axes: Sequence[int]) -> "Sharding":
+        """This rank's part as a leaf of its own with regard to cuts along some axes.
+
+        Where those are axes of a stack of matrices, every rank has whole matrices.
+        """
+        own, mesh = self.block(self.mesh.coordinate), self.mesh
+        kept = [d for d, split in enumerate(self.splits) if not split or split.axis not in axes]
+        lengths = [
+            stop - start if axis in axes else length
+            for axis, ((start, stop), length) in enumerate(zip(own, self.shape, strict=True))
+        ]
+        # Row-major over the dimensions that are left, so in the order of their coordinates.
+        ranges = [
+            range(n) if d in kept else [own_d]
+            for d, (n, own_d) in enumerate(zip(mesh.shape, mesh.coordinate, strict=True))
+        ]
+        members = product(*ranges)
+        inner = Mesh(
+            tuple(mesh.shape[d] for d in kept),
+            tuple(mesh.ranks[self._index(member)] for member in members),
+            tuple(mesh.coordinate[d] for d in kept),
+        )
+        return Sharding(tuple(lengths), inner, tuple(self.splits[d] for d in kept))
+
+    def seen_from(self, coordinate: tuple[int, ...]) -> "Sharding":
+        """The same leaf as the rank at another coordinate sees it."""
+        return replace(self, mesh=replace(self.mesh, coordinate=coordinate))
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Ranks that share the work for some leaves, as one of them sees it.
+
+    Attributes:
+        parts: the ranks of its shard group, which hold a leaf between them.
+        copies: the ranks of its replica group, which hold the same part of a leaf.
+        part, copy: where it stands in the two.
+    """
+
+    parts: tuple[int, ...]
+    copies: tuple[int, ...]
+    part: int
+    copy: int
+
+    @property
+    def workers(self) -> int:
+        """How many ranks there are; worker w is in copy w mod copies."""
+        return len(self.parts) * len(self.copies)
+
+    def owned_by(self, worker: int) -> tuple[int, int]:
+        """(copy, part) of a worker: neighbours in the list are in different replicas."""
+        return worker % len(self.copies), worker // len(self.copies)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How the leaves of a bucket get to their owners and back, by their places in the bucket.
+
+    Attributes:
+        domain: the ranks that take part.
+        shapes: the local shape of every leaf.
+        owned: leaves of this rank.
+        sent: for every member of the shard group the leaves that it owns in this replica.
+        parts: for every leaf of this rank the parts of all members of its shard group.
+        copied: for every member of the replica group the leaves that are owned in it.
+    """
+
+    domain: Domain
+    shapes: tuple[tuple[int, ...], ...]
+    owned: tuple[int, ...]
+    sent: tuple[tuple[int, ...], ...]
+    parts: tuple[tuple[Block, ...], ...]
+    copied: tuple[tuple[int, ...], ...]
+
+
+def exchange(domain: Domain, leaves: Sequence[Sharding], owners: Sequence[int]) -> Exchange:
+    """The exchange of some leaves that have the same domain; owners are its workers."""
+    places = [domain.owned_by(owner) for owner in owners]
+
+    def of(copy: int, part: int) -> tuple[int, ...]:
+        return tuple(i for i, place in enumerate(places) if place == (copy, part))
+
+    sent = tuple(of(domain.copy, part) for part in range(len(domain.parts)))
+    owned = sent[domain.part]
+    return Exchange(
+        domain,
+        tuple(leaf.local_shape for leaf in leaves),
+        owned,
+        sent,
+        tuple(leaves[i].parts() for i in owned),
+        tuple(
+            tuple(i for i, place in enumerate(places) if place[0] == copy)
+            for copy in range(len(domain.copies))
+        ),
+    )
+
+
+def _shape(block: Block) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in block)
+
+
+def elements(block: Block) -> int:
+    """How many a part has."""
+    return prod(_shape(block))
+
+
+def balanced(costs: Sequence[float], workers: int) -> list[int]:
+    """A worker for every cost: the largest first, each to the worker with the least so far.
+
+    [Graham 1969, "Bounds on multiprocessing timing anomalies", LPT: within 4/3 of the optimum]
+    """
+    loads = [(0.0, worker) for worker in range(workers)]
+    owners = [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, worker = loads[0]
+        owners[index] = worker
+        heapq.heapreplace(loads, (load + costs[index], worker))
+    return owners
