@@ -262,7 +262,7 @@ class Call:
 
     def measured(self, name: str, path: str, value: Tensor) -> tuple[str, Tensor]:
         """(key, value) of a metric of a leaf; the old value where its gradient is not present."""
-        name, value = metric_key(name, path), value.to(torch.float32)
+        name, value = metric_key(name, path), value.detach().to(torch.float32)
         if path in self.present:
             old = self.state.get("metrics", {}).get(name, torch.zeros_like(value))
             value = torch.where(self.present[path].to(value.device), value, old)
@@ -291,7 +291,12 @@ class Call:
     def gradient(self, path: str, like: Tensor) -> Tensor:
         """A gradient; None, which planning lets through only for missing="zero", as zeros."""
         grad = self.grads[path]
-        return torch.zeros_like(like) if grad is None else grad
+        if grad is None:
+            return torch.zeros_like(like)
+        if self.config.differentiable and path in self.present:
+            # What comes of a NaN is thrown away, but its derivative would still be NaN.
+            return torch.where(self.present[path].to(grad.device), grad, 0)
+        return grad
 
     def weights(self, group: Group) -> list[Tensor]:
         """The params of a group; planning has checked that they are there."""

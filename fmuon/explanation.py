@@ -72,6 +72,14 @@ def explain(params: nn.Module | Tree, opt: Transformation | Any = None) -> Expla
     else:
         leaves, _ = flatten(params)
         assignments = config.assign(leaves)
+    if hasattr(opt, "transformation"):
+        # What the optimizer doesn't have, it doesn't train.
+        absent = {p: a for p, a in assignments.items() if a.reason == "labels['re:.*']"}
+        assignments |= {
+            path: Assignment("frozen", "in no group of the optimizer")
+            for path, assignment in absent.items()
+            if assignment.label == "frozen"
+        }
     rows = tuple(_row(config, path, leaves[path], assignments[path]) for path in leaves)
     return Explanation(rows, _summary(config, leaves, assignments))
 

@@ -585,9 +585,12 @@ def muon(
     for rule in rules:
         if not isinstance(rule, Rule):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigurationError(
-                f"auxiliary={auxiliary!r}: give a rule such as fmuon.adamw(), or a dict name -> "
-                f"rule; a class of torch optimizers can only stand behind FMuon"
+                f"auxiliary={auxiliary!s:.99}: give a rule such as fmuon.adamw(), or a dict name "
+                f"-> rule; FMuon, but not muon, also takes a class of torch optimizers, or (class, "
+                f"dict of its arguments)"
             )
+    if not isinstance(metrics, list | tuple):
+        raise ConfigurationError(f"metrics={metrics!r}: give a tuple of names")
     if isinstance(labels, Mapping):
         labels = tuple(labels.items())  # pyright: ignore[reportAssignmentType]
     configuration = Muon(

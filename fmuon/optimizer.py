@@ -123,7 +123,8 @@ class FMuon(Optimizer):
             options = lookup(PRESETS, preset, "preset").values(params, **options)
         self._foreign: dict[str | None, Foreign] = {}
         if "auxiliary" in options:
-            options["auxiliary"], self._foreign = adopted(options["auxiliary"])
+            rate = options.get("lr")
+            options["auxiliary"], self._foreign = adopted(options["auxiliary"], rate)
         self._config = _with_ratios(configuration_of(muon(**options)))
         self._compile = compile
         self._steps: dict[_Layout, Callable[..., None]] = {}
@@ -147,7 +148,7 @@ class FMuon(Optimizer):
             "lr_scale": 1.0,
         }
         for foreign in self._foreign.values():
-            defaults = foreign.defaults | defaults
+            defaults = foreign.defaults | defaults | {"foreign": None}
         self._guessed: list[tuple[int, ...]] = []
         super().__init__(self._groups(params), defaults)
         if self._guessed:
@@ -307,7 +308,7 @@ class FMuon(Optimizer):
             if rules[0].weight_decay is not None:
                 own["weight_decay"] = rules[0].weight_decay
         else:
-            own = {key: own[key] for key in own if key not in ("weight_decay", "momentum")}
+            own = {key: own[key] for key in own if key not in Foreign.in_share}
         for name, value in own.items():
             differ = any(getattr(r, name, None) != getattr(rules[0], name, None) for r in rules)
             if name not in group and differ:
@@ -334,19 +335,23 @@ class FMuon(Optimizer):
         grads = {path: p.grad for path, (_, p, _) in params.items()}
         absent = [path for path, grad in grads.items() if grad is None]
         if absent and self._config.missing == "error":
-            raise LeafError(f"no gradient for {absent}, and missing='error'")
+            raise LeafError(
+                f"no gradient for {absent}, and missing='error'; give every parameter one, or "
+                f"choose missing='skip' (leave it alone) or 'zero' (as if it were zero)"
+            )
         phantom = not self.state and self._is_phantom(params)
         own = {path: e for path, e in params.items() if not self._is_foreign(e[2])}
         self._create_state(own)
         # The other optimizer can't leave out a step on the device.
         asks = bool(self._foreign) and self._config.nonfinite == "skip"
-        if asks and not all_finite(grad for grad in grads.values() if grad is not None):
-            self._count_skipped()
+        if asks and not all_finite(_values(grad) for grad in grads.values() if grad is not None):
+            self._count_skipped(params)
             return loss
-        if not phantom:
-            self._advance(own, grads)
+        # First, since what it raises is not ours to foresee.
         for name, foreign in self._foreign.items():
             foreign.step(self._shares(name, params), self.state)
+        if not phantom:
+            self._advance(own, grads)
         return loss
 
     def _is_foreign(self, label: Label) -> bool:
@@ -363,19 +368,21 @@ class FMuon(Optimizer):
             if index not in shares:
                 group = self.param_groups[index]
                 member = self._member(path, index, label, self._is_mixed(group))
-                decay = self._config.rules[name].weight_decay
-                shares[index] = Share(
-                    group,
-                    [],
-                    group["lr"] * (group["lr_scale"] * member.lr_factor),
-                    group["weight_decay"] if decay is None or not member.own_decay else decay,
-                )
+                own = {
+                    "lr": group["lr"] * (group["lr_scale"] * member.lr_factor),
+                    "weight_decay": group["weight_decay"],
+                }
+                if self._is_mixed(group):
+                    # These are the matrices' there.
+                    own |= self._foreign[name].in_mixed_groups()
+                shares[index] = Share(group, [], own)
             shares[index].params.append(parameter)
         return list(shares.values())
 
-    def _count_skipped(self) -> None:
+    def _count_skipped(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> None:
         if SKIPPED in self._config.metrics:
-            count = self._metrics.setdefault(metric_key(SKIPPED), torch.zeros(()))
+            device = next(parameter.device for _, parameter, _ in params.values())
+            count = self._metrics.setdefault(metric_key(SKIPPED), torch.zeros((), device=device))
             count += 1
 
     def _trained(self) -> dict[str, tuple[int, Tensor, Label]]:
@@ -398,7 +405,7 @@ class FMuon(Optimizer):
         if any(float(group["lr"]) != 0 for group in self.param_groups):
             return False
         grads = [p.grad for _, p, _ in params.values() if p.grad is not None]
-        return not any(bool(grad.any()) for grad in grads)
+        return not any(bool(_values(grad).any()) for grad in grads)
 
     def _create_state(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> None:
         mode = self._mode(params)
@@ -483,7 +490,9 @@ class FMuon(Optimizer):
                 said, _ = declared(name, Leaf(shape, parameter.dtype), given)
                 # What a pattern says already keeps that reason.
                 known = said is not None and as_view(name, shape, said) == label
-                if parameter.requires_grad and not known:
+                if not parameter.requires_grad:
+                    labels[name] = "frozen"
+                elif not known:
                     labels[name] = label
         others = ("re:.*", "frozen")
         config = replace(self._config, labels=(*labels.items(), *given, others))
@@ -504,7 +513,8 @@ class FMuon(Optimizer):
         """What the last step did, under keys such as "fmuon/update_rms/<name>", for any logger.
 
         Which ones is said by the option `metrics` (see `fmuon.muon`). Costs one transfer from the
-        device; the dict is empty before the first step.
+        device; the dict is empty before the first step. They are no part of the state_dict:
+        "fmuon/skipped_steps" counts from when this object was made.
         """
         if not self._config.metrics:
             raise ConfigurationError(
@@ -567,7 +577,7 @@ class FMuon(Optimizer):
         """
         params = {path: e for path, e in self._trained().items() if not self._is_foreign(e[2])}
         self._create_state(params)
-        if self._mode(params) is not None:
+        if params and self._mode(params) is not None:
             self._run(params, dict.fromkeys(params), [False] * len(params))
 
     def state_dict(self) -> dict[str, Any]:
@@ -586,7 +596,8 @@ class FMuon(Optimizer):
     ) -> None:
         """Load a state dict; parameters are matched by name where both sides have names.
 
-        Buffers keep the dtype they were saved in. For a model that has changed since, `rename`,
+        Buffers keep the dtype they were saved in (those of a foreign optimizer take that of their
+        parameter, as in torch). For a model that has changed since, `rename`,
         `add`, `drop` and `resize` declare the differences as in `fmuon.adapt_state`; parameters
         that are added start afresh.
 
@@ -604,6 +615,7 @@ class FMuon(Optimizer):
             state_dict = hook(self, state_dict) or state_dict
         ordered = self._matched(state_dict, {name: c for name, c in changes.items() if c})
         self._check_buffers(ordered)
+        self._copy_foreign(ordered)
         with _without_hooks(self):
             super().load_state_dict(ordered)
         # torch casts what it loads to the dtype of the parameter; take the saved tensors again.
@@ -639,6 +651,16 @@ class FMuon(Optimizer):
                         f"another optimizer, whose states fmuon.interop reads"
                     )
 
+    def _copy_foreign(self, ordered: dict[str, Any]) -> None:
+        """Copy what a foreign optimizer would write into."""
+        for own, saved in zip(self.param_groups, ordered["param_groups"], strict=False):
+            for index, rule in zip(saved["params"], own["rules"], strict=False):
+                if self._is_foreign(_decode(rule)) and index in ordered["state"]:
+                    state = ordered["state"][index]
+                    ordered["state"][index] = {
+                        k: v.clone() if type(v) is Tensor else v for k, v in state.items()
+                    }
+
     def _matched(self, saved: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         """The saved dict in the order of our groups and parameters, matched by name."""
         groups, saved_groups = self.param_groups, saved["param_groups"]
@@ -649,16 +671,21 @@ class FMuon(Optimizer):
                     f"FMuon the model or named parameters, here and where the state was saved"
                 )
             self._check_shapes(saved)
-            pairs = zip(groups, saved_groups, strict=False)
+            pairs = list(zip(groups, saved_groups, strict=False))
+            for group, source in pairs:
+                _check_same_rule(group, source)
             own_keys = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             merged = [
                 {**o, **s, "rules": g["rules"]} for o, (g, s) in zip(own_keys, pairs, strict=False)
             ]
             return {**saved, "param_groups": merged + saved_groups[len(groups) :]}
+        trained = {
+            name: _decode(rule)
+            for group in saved_groups
+            for name, rule in zip(group["param_names"], group.get("rules", ()), strict=False)
+        }
         if any(isinstance(index, str) for group in saved_groups for index in group["params"]):
-            # torch.distributed.checkpoint puts parameters into our order, but leaves their names.
-            pairs = zip(saved_groups, groups, strict=False)
-            saved_groups = [{**s, "param_names": own["param_names"]} for s, own in pairs]
+            saved_groups = _named_by_ids(saved_groups, groups)
         old = {
             name: saved["state"].get(index, {})
             for group in saved_groups
@@ -680,6 +707,15 @@ class FMuon(Optimizer):
             for name, state in old.items()
         }
         source = origins(old_shapes, new_shapes, **changes)
+        for name, origin in source.items():
+            if self._is_foreign(labels[name]) and isinstance(trained.get(origin), Matrix):
+                raise StateError(
+                    f"{name!r}: the state_dict holds the momentum of a matrix, its label here is "
+                    f"{labels[name]!r}; name it in drop and add"
+                )
+        counterparts = _counterparts(groups, saved_groups)
+        for group, origin in zip(groups, counterparts, strict=True):
+            _check_same_rule(group, origin)
         ids = {name: index for index, name in enumerate(own)}
         state = {
             ids[name]: self._resized(name, old[origin], own[name], labels[name])
@@ -694,16 +730,20 @@ class FMuon(Optimizer):
                 "param_names": list(group["param_names"]),
                 "rules": list(group["rules"]),
             }
-            for group, source in zip(groups, _counterparts(groups, saved_groups), strict=True)
+            for group, source in zip(groups, counterparts, strict=True)
         ]
         return {**saved, "state": state, "param_groups": ordered}
 
     def _saved_shape(
         self, state: Mapping[str, Any], default: tuple[int, ...], label: Label
     ) -> tuple[int, ...]:
-        """The shape of a parameter by its buffers; without buffers that we know of, `default`."""
+        """The shape of a parameter by its buffers; without buffers, `default`."""
         buffers = [v for name, v in state.items() if name != "step" and isinstance(v, Tensor)]
-        return tuple(buffers[0].shape) if buffers and not self._is_foreign(label) else default
+        if self._is_foreign(label):
+            # Some are factors, with a length of 1 along some axes.
+            buffers = [buffer for buffer in buffers if buffer.ndim == len(default)]
+            return tuple(map(max, zip(*(b.shape for b in buffers), strict=True))) or default
+        return tuple(buffers[0].shape) if buffers else default
 
     def _check_shapes(self, saved: Mapping[str, Any]) -> None:
         """Without names all that can be compared is the shapes, position by position."""
@@ -723,11 +763,20 @@ class FMuon(Optimizer):
         self, name: str, state: Mapping[str, Any], parameter: Tensor, label: Label
     ) -> dict[str, Any]:
         """Saved buffers in the shapes that the parameter needs now."""
-        known = label != "frozen" and not self._is_foreign(label)
-        fresh = {} if not known else self._config.fresh(name, parameter, label)
+        if self._is_foreign(label):
+            shape = tuple(parameter.shape)
+            if self._saved_shape(state, shape, label) != shape:
+                rule = self._config.rules[self._config.rule_name(label)]
+                raise StateError(
+                    f"{name!r}: what {rule} keeps of it can't be resized; name it in drop and add"
+                )
+            return dict(state)
+        fresh = {} if label == "frozen" else self._config.fresh(name, parameter, label)
         needed = {_SLOTS[slot]: zeros for slot, zeros in fresh.items()}
         return {
-            key: resized(name, value, needed[key].to(value)) if key in needed else value
+            key: resized(name, value, needed[key].to(value))
+            if key in needed and isinstance(value, Tensor)
+            else value
             for key, value in state.items()
         }
 
@@ -920,6 +969,26 @@ def _can_be_pickled(labels: Any) -> bool:
     return True
 
 
+def _values(grad: Tensor) -> Tensor:
+    """The entries of a gradient that aren't zero by being left out."""
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _named_by_ids(
+    saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """The groups of a distributed checkpoint, in which names stand for the parameters.
+
+    Its param_names may be in another order: loading orders the parameters as the optimizer has
+    them. Names that aren't the optimizer's, such as those with a wrapper's prefix, are in order.
+    """
+    own = {name for group in groups for name in group["param_names"]}
+    if all(name in own for group in saved for name in group["params"]):
+        return [{**group, "param_names": list(group["params"])} for group in saved]
+    pairs = zip(saved, groups, strict=False)
+    return [{**group, "param_names": live["param_names"]} for group, live in pairs]
+
+
 def _own_rate(group: dict[str, Any]) -> None:
     """One tensor in two groups would make their schedulers write over each other."""
     if isinstance(group["lr"], Tensor):
@@ -944,6 +1013,16 @@ def _counterparts(
         f"the state_dict has {len(saved)} groups, the optimizer {len(groups)}, and their names "
         f"{list(by_name)} and {names} don't tell which belongs to which; give groups a 'name'"
     )
+
+
+def _check_same_rule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Refuse a group of FMuon whose leaves another optimizer trained, or the other way round."""
+    if "rules" in saved and saved.get("foreign") != own.get("foreign"):
+        made, here = (group.get("foreign") or "a rule of fmuon" for group in (saved, own))
+        raise StateError(
+            f"group {own.get('name')!r} was saved with {made} as auxiliary, and is trained by "
+            f"{here}; give the auxiliary that it was saved with"
+        )
 
 
 @contextlib.contextmanager

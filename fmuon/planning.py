@@ -86,8 +86,7 @@ class Configuration:
                     f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, known))}"
                 )
         for name in self.metrics:
-            if name != SKIPPED:
-                lookup(METRICS, name, "metric")
+            lookup({**METRICS, SKIPPED: None}, name, "metric")
         dtype = self.momentum_dtype
         if dtype is not None and not (
             isinstance(dtype, torch.dtype) and dtype.is_floating_point  # pyright: ignore

@@ -88,7 +88,7 @@ def entries(
 ) -> Iterator[tuple[tuple[str, ...], str, Tensor]]:
     """(keys of the dict that holds it, path, tensor) of all that a leaf goes on from."""
     for key, value in state.items():
-        if key == "metrics":
+        if key == "metrics" and not store:
             continue
         if isinstance(value, Mapping):
             yield from entries(value, (*store, key))

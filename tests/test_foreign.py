@@ -9,6 +9,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing import assert_close
 
 import fmuon
@@ -267,11 +268,11 @@ def test_errors():
 
     assert_expected_inline(
         given((torch.optim.AdamW, {"bata": 1})),
-        """auxiliary: AdamW: AdamW.__init__() got an unexpected keyword argument 'bata'""",
+        """auxiliary: AdamW, tried with one parameter of shape (1,): AdamW.__init__() got an unexpected keyword argument 'bata'""",
     )
     assert_expected_inline(
         given((torch.optim.AdamW, {"eps": -1.0})),
-        """auxiliary: AdamW: Invalid epsilon value: -1.0""",
+        """auxiliary: AdamW, tried with one parameter of shape (1,): Invalid epsilon value: -1.0""",
     )
     assert_expected_inline(
         given((torch.optim.AdamW, 0.1)),
@@ -279,14 +280,14 @@ def test_errors():
     )
     assert_expected_inline(
         given("adamw"),
-        """auxiliary='adamw': give a rule such as fmuon.adamw(), or a dict name -> rule; a class of torch optimizers can only stand behind FMuon""",
+        """auxiliary=adamw: give a rule such as fmuon.adamw(), or a dict name -> rule; FMuon, but not muon, also takes a class of torch optimizers, or (class, dict of its arguments)""",
     )
     assert_expected_inline(
         refused(
             fmuon.ConfigurationError,
             lambda: fmuon.muon(auxiliary=(torch.optim.AdamW, {})),
         ),
-        """auxiliary=(<class 'torch.optim.adamw.AdamW'>, {}): give a rule such as fmuon.adamw(), or a dict name -> rule; a class of torch optimizers can only stand behind FMuon""",
+        """auxiliary=(<class 'torch.optim.adamw.AdamW'>, {}): give a rule such as fmuon.adamw(), or a dict name -> rule; FMuon, but not muon, also takes a class of torch optimizers, or (class, dict of its arguments)""",
     )
     rules = {"a": (torch.optim.SGD, {}), "b": fmuon.adamw()}
     groups = [{"params": [model.first.bias, model.second.bias], "rules": ["a", "b"]}]
@@ -294,3 +295,116 @@ def test_errors():
         refused(fmuon.ConfigurationError, lambda: fmuon.FMuon(groups, lr=0.1, auxiliary=rules)),
         """a group of SGD and of other rules: make a group for each""",
     )
+
+
+def test_in_a_mixed_group_it_keeps_its_own_momentum():
+    model = Model()
+    group = {"params": [("w", model.first.weight), ("b", model.first.bias)]}
+    optimizer = fmuon.FMuon([group], lr=0.1, auxiliary=torch.optim.SGD)
+    alone = nn.Parameter(model.first.bias.detach().clone())
+    plain = torch.optim.SGD([alone], lr=0.1)
+    for seed in range(3):
+        train(model, optimizer, steps=1, start=seed)
+        alone.grad = model.first.bias.grad
+        plain.step()
+    same_bits(model.first.bias, alone)
+
+
+def test_its_groups_are_fit_for_schedulers_and_built_in_rules():
+    optimizer = fmuon.FMuon(Model(), lr=0.01, auxiliary=torch.optim.SGD)
+    assert all(g["betas"] == (0.9, 0.999) and g["eps"] == 1e-8 for g in optimizer.param_groups)
+
+
+SWAPS = {
+    "built in -> foreign": (fmuon.adamw(), torch.optim.Adafactor),
+    "foreign -> built in": (torch.optim.SGD, fmuon.adamw()),
+    "another": (torch.optim.AdamW, torch.optim.NAdam),
+}
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+@pytest.mark.parametrize("named", [True, False])
+def test_state_of_another_auxiliary_is_refused_at_loading(swap, named):
+    old, new = Model(), Model()
+    options = {"lr": 0.01}
+    before, after = (
+        fmuon.FMuon(
+            [
+                {"params": [(n, p) if named else p for n, p in m.named_parameters() if p.ndim == d],
+                 "use_muon": d == 2}
+                for d in (1, 2)
+            ],
+            auxiliary=rule,
+            **options,
+        )
+        for m, rule in zip((old, new), SWAPS[swap], strict=True)
+    )  # fmt: skip
+    train(old, before)
+    found = refused(fmuon.StateError, lambda: after.load_state_dict(before.state_dict()))
+    assert "give the auxiliary that it was saved with" in found
+
+
+def test_a_matrix_that_became_foreign_and_a_foreign_leaf_of_another_shape_are_refused():
+    model, rule = Model(), (torch.optim.SGD, {"momentum": 0.9})
+    optimizer = fmuon.FMuon(model, lr=0.01, auxiliary=rule)
+    train(model, optimizer)
+    moved = fmuon.FMuon(model, lr=0.01, auxiliary=rule, labels={"first.weight": "auxiliary"})
+    assert_expected_inline(
+        refused(fmuon.StateError, lambda: moved.load_state_dict(optimizer.state_dict())),
+        """'first.weight': the state_dict holds the momentum of a matrix, its label here is 'auxiliary'; name it in drop and add""",
+    )
+    larger = Model()
+    larger.embed = nn.Embedding(9, 6)
+    resized = fmuon.FMuon(larger, lr=0.01, auxiliary=rule)
+    for options in ({}, {"resize": ["embed.weight"]}):
+        with pytest.raises(fmuon.StateError, match=r"embed\.weight"):
+            resized.load_state_dict(optimizer.state_dict(), **options)
+
+
+def test_what_is_loaded_is_not_written_to():
+    model = Model()
+    optimizer = make(model, "adamw")
+    train(model, optimizer)
+    saved = optimizer.state_dict()
+    kept = copy.deepcopy(saved)
+    optimizer.load_state_dict(saved)
+    train(model, optimizer)
+    same_bits(saved["state"], kept["state"])
+
+
+def test_where_it_fails_no_matrix_has_moved():
+    model = Model()
+    optimizer = fmuon.FMuon(model, lr=0.01, auxiliary=torch.optim.SparseAdam)
+    before = values(model)
+    with pytest.raises(RuntimeError, match="dense"):
+        train(model, optimizer, steps=1)
+    same_bits(values(model)["first.weight"], before["first.weight"])
+
+
+def test_sparse_gradients_of_a_foreign_leaf_may_be_skipped():
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4, bias=False))
+    optimizer = fmuon.FMuon(model, lr=0.1, auxiliary=torch.optim.SparseAdam, nonfinite="skip")
+    for bad in (False, True):
+        before = values(model)
+        optimizer.zero_grad()
+        (model(torch.tensor([1, 3])).sum() * (float("nan") if bad else 1.0)).backward()
+        optimizer.step()
+        assert all(torch.equal(before[n], p) == bad for n, p in values(model).items())
+
+
+def test_global_hooks_run_once():
+    seen = []
+    handle = register_optimizer_step_post_hook(lambda o, *_: seen.append(o))
+    model = Model()
+    optimizer = make(model, "adamw")
+    train(model, optimizer, steps=2)
+    handle.remove()
+    assert seen == [optimizer, optimizer]
+
+
+def test_warming_up_with_nothing_of_its_own_does_nothing():
+    model = nn.LayerNorm(4)
+    labels = {"re:.*": "auxiliary"}
+    fmuon.FMuon(
+        model, lr=0.1, labels=labels, auxiliary=torch.optim.AdamW, compile="default"
+    ).warmup()

@@ -163,3 +163,18 @@ def test_the_shim_gives_a_flat_dict_of_numbers(mode, monkeypatch):
     assert all(type(value) is float for value in found.values())
     assert counter.frame_count == (1 if mode else 0)
     assert "metrics" not in str(optimizer.state_dict())
+
+
+def test_a_leaf_may_be_called_metrics():
+    opt = fmuon.muon(0.1, labels={"metrics": "muon"}, metrics=("update_rms",))
+    params = {"metrics": torch.randn(3, 4)}
+    _, state = opt.update({"metrics": torch.randn(3, 4)}, opt.init(params), 0)
+    adapted = fmuon.adapt_state(opt, state, params, 1)
+    assert torch.equal(adapted["momentum"]["metrics"], state["momentum"]["metrics"])
+
+
+def test_metrics_of_a_differentiable_update_carry_no_graph():
+    opt = fmuon.muon(0.1, metrics=("update_rms", "orthogonality"), differentiable=True)
+    params = {"w": torch.randn(3, 4, requires_grad=True)}
+    _, state = opt.update({"w": params["w"] * 2}, opt.init(params), 0)
+    assert not any(value.requires_grad for value in state["metrics"].values())

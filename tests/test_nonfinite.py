@@ -157,6 +157,26 @@ def test_under_vmap_each_member_is_skipped_on_its_own():
     assert moved == [[True, False, True]] * 2
 
 
+def test_meta_gradients_through_a_skipped_step_are_those_of_the_run_without_it():
+    grads = [torch.randn(3, 4) for _ in range(3)]
+    bad = torch.full((3, 4), float("inf"))
+
+    def loss(rate, sequence):
+        opt = fmuon.muon(nonfinite="skip", differentiable=True)
+        params = {"w": torch.ones(3, 4)}
+        state = opt.init(params)
+        for step, grad in enumerate(sequence):
+            updates, state = opt.update({"w": grad}, state, step, params, lr=rate)
+            params = fmuon.apply_updates(params, updates)
+        return params["w"].square().sum()
+
+    def slope(sequence):
+        rate = torch.tensor(0.1, requires_grad=True)
+        return torch.autograd.grad(loss(rate, sequence), rate)[0]
+
+    assert_close(slope([grads[0], bad, *grads[1:]]), slope(grads))
+
+
 def test_large_gradients_are_finite():
     tensors = [torch.full((300,), 6e4, dtype=torch.float16), torch.full((9,), 3e38), torch.empty(0)]
     assert all_finite(tensors) and all_finite([])
