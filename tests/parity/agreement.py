@@ -11,13 +11,16 @@ import fmuon
 
 
 def run(opt, shapes, *, spectrum="gaussian", schedule=None, dtype=torch.float32, steps=range(20),
-        start=None, state=None):  # fmt: skip
-    """(params, state) after the steps of a transformation, by name."""
+        start=None, state=None, eps=None):  # fmt: skip
+    """(params, state) after the steps of a transformation, by name; `eps` is a function of the
+    step."""
     params = start or tensors(problems.weights(shapes), dtype)
     state = opt.init(params) if state is None else state
     for step in steps:
         grads = tensors(problems.gradients(shapes, step, spectrum), dtype)
         scalars = {} if schedule is None else {"lr": schedule(step)}
+        if eps is not None:
+            scalars["eps"] = eps(step)
         updates, state = opt.update(grads, state, step, params, **scalars)
         params = fmuon.apply_updates(params, updates)
     return params, state
@@ -47,21 +50,44 @@ def tensors(arrays, dtype=torch.float32):
 
 
 class Difference(NamedTuple):
-    """Of one leaf: |ours - theirs| / |theirs - start|, and how much of it may be that both round
-    their weights at every step, whoever computes what is added."""
+    """Of one leaf: |ours - theirs| / |theirs - start| in Frobenius norms.
+
+    Attributes:
+        value: with theirs as it is, or as it is in float64.
+        rounding: how much of it may be that both round their weights at every step, whoever
+            computes what is added; 0 where theirs is in float64.
+        own: how far theirs is from itself in float64.
+    """
 
     value: float
-    rounding: float
+    rounding: float = 0.0
+    own: float | None = None
+
+
+def distance(ends, exact, start):
+    """|ends - exact| / |exact - start|."""
+    return float((ends.double() - exact.double()).norm() / (exact.double() - start.double()).norm())
+
+
+def from_exact(ours, theirs, exact, start):
+    """Name -> difference of ours and of theirs from theirs in float64."""
+    return {
+        name: Difference(
+            distance(ours[name], exact[name], begin),
+            own=None if theirs is None else distance(theirs[name], exact[name], begin),
+        )
+        for name, begin in start.items()
+    }
 
 
 def differences(ours, theirs, start):
-    """Name -> difference in Frobenius norms."""
+    """Name -> difference of ours from theirs."""
     found = {}
     for name, begin in start.items():
         moved = (theirs[name].double() - begin.double()).norm()
-        apart = (ours[name].double() - theirs[name].double()).norm()
         unit = torch.finfo(ours[name].dtype).eps / 2
         weight = max(begin.double().norm(), theirs[name].double().norm())
         rounding = 2 * unit * math.sqrt(problems.STEPS) * weight
-        found[name] = Difference(float(apart / moved), float(rounding / moved))
+        value = distance(ours[name], theirs[name], begin)
+        found[name] = Difference(value, float(rounding / moved))
     return found

@@ -2,48 +2,58 @@
 """Every comparison of a preset with its peer: what is run, and how far apart the two may end.
 
 The figures of `Case.run` are |ours - theirs| / |theirs - start| of every leaf after 20 steps
-(Frobenius norms). Where they may come from:
+(Frobenius norms).
 
-- FLOAT32: two orders of the same float32 operations end about 4e-7 apart.
-- DECAYING: as above for gradients of condition 1000, whose small singular values the steep first
-  polynomials amplify, with their rounding errors, up to a thousand times.
+- In "float64" everything is: weights, gradients, states and products, of both. Two orders of the
+  same operations end 3e-14 apart at most, so that `FLOAT64` leaves no room for another formula.
+- In "float32" ours is compared with theirs in float64, as is their own float32 form
+  (`Difference.own`). `FLOAT32` is allowed, and for Polar Express what their own comes to at most
+  over a hundred problems of a leaf's shape (`own` in the record): it amplifies a relative error of
+  a singular value s by s f'(s) / f(s), 158 times at s = 1, the only one of a single row.
+
+What is compared with their form of the same precision:
+
+- FLOAT32 again where they differ by what their float32 form is.
 - BFLOAT16: the products round every entry to 8 bits, 2^-9 relative. Our polynomial is rounded once
   where most peers round it three times, so that entries of the factor differ by a few 2^-8.
 - Both round the weights at every step; where these are large and what is added is small, that is
   most of the difference, and `Difference.rounding` is allowed on top.
-- Polar Express amplifies a relative error of a singular value s by s f'(s) / f(s): 32 times (root
-  mean square over s), 158 times at s = 1, the only one of a single row (`CONDITION`). One unit of
-  rounding times that is allowed on top.
+- For Polar Express one unit of rounding times its amplification (`CONDITION`): 32 times, root mean
+  square over s, and 158 times for a single row.
 """
 
+import base64
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import json
 import math
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import problems
 import torch
-from agreement import Difference, differences, run, run_torch, tensors
+from agreement import Difference, differences, distance, from_exact, run, run_torch, tensors
 
 import fmuon
 from fmuon.coefficients import COEFFICIENTS
 from fmuon.presets import PRESETS
 
+FLOAT64 = 1e-12
 FLOAT32 = 2e-6
-DECAYING = 2e-5
 BFLOAT16 = 8 * 2**-8
 HERE = Path(__file__).parent
 SHAPES = problems.MATRICES | problems.OTHERS
 ALL = problems.MATRICES | problems.CONVOLUTION | problems.EXPERTS | problems.OTHERS
 LR = 1e-2
-PRODUCTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BOUNDS = {"float64": FLOAT64, "float32": FLOAT32, "bfloat16": BFLOAT16}
+# Of weights and gradients, by the dtype of the products.
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.float32}
 
 
 def condition(name, s):
@@ -68,7 +78,14 @@ CONDITION = {
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison; `bound` is for all leaves but those that `others` is for."""
+    """One comparison.
+
+    Attributes:
+        bound: for all leaves but those that `others` is for.
+        others: for leaves that are no matrices.
+        by_leaf: name -> bound, where that is larger.
+        amplifies: whether rounding in bfloat16 is amplified by Polar Express.
+    """
 
     preset: str
     peer: str
@@ -77,6 +94,7 @@ class Case:
     bound: float
     run: Callable[[], dict[str, Difference]]
     others: float | None = None
+    by_leaf: dict[str, float] = field(default_factory=dict)
     amplifies: bool = False
 
     @property
@@ -85,16 +103,17 @@ class Case:
 
     def allowed(self, leaf, difference):
         bound = self.others if self.others and leaf in problems.OTHERS else self.bound
+        bound = max(bound, self.by_leaf.get(leaf, 0))
         if self.amplifies and leaf not in problems.OTHERS:
             single = 1 in problems.MATRICES.get(leaf, ())
-            bound += CONDITION[single] * torch.finfo(PRODUCTS[self.products]).eps / 2
+            bound += CONDITION[single] * torch.finfo(torch.bfloat16).eps / 2
         return bound + difference.rounding
 
     def worst(self):
-        """(difference, allowed) of the leaf that is nearest to what is allowed."""
+        """(difference, allowed, their own) of the leaf that is nearest to what is allowed."""
         return max(
-            ((found.value, self.allowed(leaf, found)) for leaf, found in self.run().items()),
-            key=lambda pair: pair[0] / pair[1],
+            ((f.value, self.allowed(leaf, f), f.own) for leaf, f in self.run().items()),
+            key=lambda row: row[0] / row[1],
         )
 
 
@@ -147,26 +166,65 @@ OPTAX = {
 }  # fmt: skip
 
 
-def optax_case(options, *, spectrum="gaussian", x64=True, scheduled=False, mu_dtype=None):
+SCHEDULED = {
+    "weight_decay": 0.1,
+    "lr": lambda count: LR * (count + 1) / 20,
+    "adam_learning_rate": lambda count: 1e-3 * count,
+}
+
+
+def optax_options(title):
+    options = dict(SCHEDULED if title == "scheduled" else OPTAX[title])
+    if numbers := options.get("muon_weight_dimension_numbers"):
+        options["muon_weight_dimension_numbers"] = numbers()
+    return options.pop("lr", LR), options, ALL if numbers else SHAPES
+
+
+@functools.cache
+def optax_peer(title):
+    """Of which jax compiles one update for all spectra."""
+    lr, options, shapes = optax_options(title)
+    return optax_muon(lr, **options), shapes
+
+
+@functools.cache
+def optax_ends(title, spectrum, dtype):
+    import jax
+
+    with jax.enable_x64(True):
+        return run_optax(*optax_peer(title), spectrum, dtype=dtype)[0]
+
+
+def optax_case(title, products, *, spectrum="gaussian"):
+    lr, options, shapes = optax_options(title)
+    values = in_dtype("optax", products, **options) | {"lr": lr}
+    # Torch's integers times a float are float32, those of jax with 64 bits float64.
+    values |= {
+        k: partial(_of_double, values[k])
+        for k in ("lr", "adam_learning_rate")
+        if callable(values.get(k))
+    }
+    ours, _ = run(fmuon.presets.optax(**values), shapes, spectrum=spectrum, dtype=DTYPES[products])
+    exact = optax_ends(title, spectrum, "float64")
+    theirs = None if products == "float64" else optax_ends(title, spectrum, "float32")
+    return from_exact(ours, theirs, exact, tensors(problems.weights(shapes)))
+
+
+def _of_double(schedule, step):
+    return schedule(step.double())
+
+
+def optax_alone(*, mu_dtype=None, x64=True):
     import jax
     import jax.numpy as jnp
 
-    options = dict(options)
-    if numbers := options.get("muon_weight_dimension_numbers"):
-        options["muon_weight_dimension_numbers"] = numbers()
-    shapes = ALL if numbers else SHAPES
-    theirs, ours = dict(options), dict(options)
-    lr, own_lr = LR, LR
-    if scheduled:
-        lr, own_lr = (lambda count: LR * (count + 1) / 20), (lambda step: LR * (step + 1) / 20)
-        theirs["adam_learning_rate"] = lambda count: 1e-3 * count
-        ours["adam_learning_rate"] = lambda step: 1e-3 * step
+    theirs, ours = {}, {}
     if mu_dtype is not None:
         theirs["mu_dtype"], ours["mu_dtype"] = jnp.bfloat16, torch.bfloat16
     with jax.enable_x64(x64):
-        final, _ = run_optax(optax_muon(lr, **theirs), shapes, spectrum)
-    params, _ = run(fmuon.presets.optax(own_lr, **ours), shapes, spectrum=spectrum)
-    return differences(params, final, tensors(problems.weights(shapes)))
+        final, _ = run_optax(optax_muon(LR, **theirs), SHAPES)
+    params, _ = run(fmuon.presets.optax(LR, **ours), SHAPES)
+    return differences(params, final, tensors(problems.weights(SHAPES)))
 
 
 def optax_muon(lr, **options):
@@ -175,18 +233,20 @@ def optax_muon(lr, **options):
     return muon(lr, **options)
 
 
-def run_optax(tx, shapes, spectrum="gaussian", steps=range(20), start=None, state=None):
+def run_optax(tx, shapes, spectrum="gaussian", steps=range(20), start=None, state=None,
+              dtype="float32"):  # fmt: skip
     """(params as torch tensors, state) after the steps of a transformation of optax."""
     import jax
     import jax.numpy as jnp
     import optax
 
     start = problems.weights(shapes) if start is None else start
-    params = {name: jnp.asarray(np.asarray(value)) for name, value in start.items()}
+    params = {name: jnp.asarray(np.asarray(value, dtype)) for name, value in start.items()}
     state = tx.init(params) if state is None else state
     update = jax.jit(tx.update)
     for step in steps:
-        grads = {k: jnp.asarray(g) for k, g in problems.gradients(shapes, step, spectrum).items()}
+        grads = problems.gradients(shapes, step, spectrum).items()
+        grads = {name: jnp.asarray(grad, dtype) for name, grad in grads}
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
     return {name: torch.from_numpy(np.array(value)) for name, value in params.items()}, state
@@ -194,19 +254,20 @@ def run_optax(tx, shapes, spectrum="gaussian", steps=range(20), start=None, stat
 
 def optax_cases():
     peer = f"optax {importlib.metadata.version('optax')}"
+    for products in ("float64", "float32"):
+        case, bound = partial(Case, "optax", peer, products), BOUNDS[products]
+        for title in OPTAX:
+            yield case(title, bound, partial(optax_case, title, products))
+            decaying = partial(optax_case, title, products, spectrum="decaying")
+            yield case(f"{title}, decaying", bound, decaying)
+        yield case("scheduled", bound, partial(optax_case, "scheduled", products))
     case = partial(Case, "optax", peer, "float32")
-    for title, options in OPTAX.items():
-        yield case(title, FLOAT32, partial(optax_case, options))
-        yield case(
-            f"{title}, decaying", DECAYING, partial(optax_case, options, spectrum="decaying")
-        )
     # Without 64-bit numbers jax rounds 1 - 0.999^t to 6e-8, a relative error of 6e-5 / t that
     # Adam's root halves: 3e-5 (1 + 1/2 + ... + 1/20) / 20 = 5e-6 over 20 equal steps.
-    alone = partial(optax_case, {}, x64=False)
+    alone = partial(optax_alone, x64=False)
     yield case("defaults, jax without 64 bits", FLOAT32, alone, others=1e-5)
-    yield case("scheduled", FLOAT32, partial(optax_case, {"weight_decay": 0.1}, scheduled=True))
     # It rounds the decayed momentum and its sum; we round the sum.
-    yield case("momentum in bfloat16", BFLOAT16, partial(optax_case, {}, mu_dtype="bfloat16"))
+    yield case("momentum in bfloat16", BFLOAT16, partial(optax_alone, mu_dtype="bfloat16"))
 
 
 # ---- muon-optimizer and torch.optim.Muon ---------------------------------------------------------
@@ -223,34 +284,33 @@ def patched(module, old, new):
     return copy
 
 
-def in_float32(products, module, old, new):
-    return importlib.import_module(module) if products == "bfloat16" else patched(module, old, new)
+def with_products(products, module, argument):
+    """The module with its only cast, of the argument of its iteration, to another dtype."""
+    if products == "bfloat16":
+        return importlib.import_module(module)
+    new = f"{argument}.to(torch.{products}, copy=True)"
+    return patched(module, f"{argument}.bfloat16()", new)
 
 
 def muon_optimizer(products):
-    return in_float32(products, "muon", "G.bfloat16()", "G.float()")
+    return with_products(products, "muon", "G")
 
 
 # Its step can't add the update of a convolution to it.
 JORDAN_SHAPES = {k: shape for k, shape in ALL.items() if k not in problems.CONVOLUTION}
 
 
-def jordan_case(products, *, shapes=JORDAN_SHAPES, spectrum="gaussian", schedule=None, decay=0.1):
-    module = muon_optimizer(products)
+def jordan_case(products, *, spectrum="gaussian", schedule=None, decay=0.1):
+    shapes, dtype = JORDAN_SHAPES, DTYPES[products]
 
-    def make(params):
-        hidden = [p for name, p in params.items() if name not in problems.OTHERS]
-        others = [p for name, p in params.items() if name in problems.OTHERS]
-        return module.SingleDeviceMuonWithAuxAdam(
-            [
-                {"params": hidden, "use_muon": True, "lr": 0.02, "weight_decay": decay},
-                {"params": others, "use_muon": False, "weight_decay": decay},
-            ]
-        )
+    def theirs(products):
+        make = partial(jordan_optimizer, muon_optimizer(products), decay)
+        problem = {"spectrum": spectrum, "schedule": schedule, "dtype": DTYPES[products]}
+        return run_torch(make, shapes, **problem)[0]
 
-    theirs, _ = run_torch(make, shapes, spectrum=spectrum, schedule=schedule)
     options = in_dtype("jordan", products, weight_decay=decay, adam_weight_decay=decay)
-    params = {n: torch.nn.Parameter(w) for n, w in tensors(problems.weights(shapes)).items()}
+    params = tensors(problems.weights(shapes), dtype)
+    params = {name: torch.nn.Parameter(value) for name, value in params.items()}
     # By its flags, as that optimizer is told.
     groups = [
         {"params": [(n, p) for n, p in params.items() if (n in problems.OTHERS) != use_muon],
@@ -258,14 +318,34 @@ def jordan_case(products, *, shapes=JORDAN_SHAPES, spectrum="gaussian", schedule
         for use_muon in (True, False)
     ]  # fmt: skip
     ours = fmuon.FMuon(groups, preset="jordan", **options)
-    final = steps_of(ours, params, shapes, spectrum, schedule)
-    return differences(final, theirs, tensors(problems.weights(shapes)))
+    ends = steps_of(ours, params, shapes, spectrum, schedule, dtype)
+    return compared(ends, theirs, products, shapes)
 
 
-def steps_of(optimizer, params, shapes, spectrum, schedule):
+def jordan_optimizer(module, decay, params):
+    hidden = [p for name, p in params.items() if name not in problems.OTHERS]
+    others = [p for name, p in params.items() if name in problems.OTHERS]
+    return module.SingleDeviceMuonWithAuxAdam(
+        [
+            {"params": hidden, "use_muon": True, "lr": 0.02, "weight_decay": decay},
+            {"params": others, "use_muon": False, "weight_decay": decay},
+        ]
+    )
+
+
+def compared(ours, theirs, products, shapes):
+    """Differences of ends; `theirs` runs the other with products in a dtype."""
+    start = tensors(problems.weights(shapes))
+    if products == "bfloat16":
+        return differences(ours, theirs("bfloat16"), start)
+    own = None if products == "float64" else theirs(products)
+    return from_exact(ours, own, theirs("float64"), start)
+
+
+def steps_of(optimizer, params, shapes, spectrum, schedule, dtype):
     rates = [group["lr"] for group in optimizer.param_groups]
     for step in range(20):
-        for name, grad in tensors(problems.gradients(shapes, step, spectrum)).items():
+        for name, grad in tensors(problems.gradients(shapes, step, spectrum), dtype).items():
             params[name].grad = grad
         if schedule is not None:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -276,13 +356,11 @@ def steps_of(optimizer, params, shapes, spectrum, schedule):
 
 def jordan_cases():
     peer = f"muon-optimizer {importlib.metadata.version('muon-optimizer')}"
-    for products, bound in (("float32", FLOAT32), ("bfloat16", BFLOAT16)):
+    for products, bound in BOUNDS.items():
         case = partial(Case, "jordan", peer, products)
         yield case("decay 0.1", bound, partial(jordan_case, products))
         yield case("scheduled", bound, partial(jordan_case, products, schedule=rising))
-        yield case(
-            "decaying", max(bound, DECAYING), partial(jordan_case, products, spectrum="decaying")
-        )
+        yield case("decaying", bound, partial(jordan_case, products, spectrum="decaying"))
 
 
 def rising(step):
@@ -297,33 +375,42 @@ TORCH = {
 }
 
 
-def torch_case(options, products, *, spectrum="gaussian", schedule=None, dtype=torch.float32):
+def torch_case(options, products, *, spectrum="gaussian", schedule=None):
     shapes = problems.MATRICES
-    module = in_float32(products, "torch.optim._muon", "grad.bfloat16()", "grad.float().clone()")
-    theirs, _ = run_torch(
-        lambda params: module.Muon(params.values(), lr=LR, **options),
-        shapes, spectrum=spectrum, schedule=schedule, dtype=dtype,
-    )  # fmt: skip
-    own = in_dtype("torch", products, **options)
-    if dtype == torch.bfloat16:
-        own["momentum_dtype"] = dtype
-    opt = fmuon.presets.torch(LR, labels=is_matrix, **own)
+
+    def theirs(products):
+        problem = {"spectrum": spectrum, "schedule": schedule, "dtype": DTYPES[products]}
+        return run_torch(partial(torch_muon, products, options), shapes, **problem)[0]
+
+    opt = fmuon.presets.torch(LR, labels=is_matrix, **in_dtype("torch", products, **options))
     rate = None if schedule is None else lambda step: LR * schedule(step)
-    ours, _ = run(opt, shapes, spectrum=spectrum, schedule=rate, dtype=dtype)
+    ours, _ = run(opt, shapes, spectrum=spectrum, schedule=rate, dtype=DTYPES[products])
+    return compared(ours, theirs, products, shapes)
+
+
+def torch_muon(products, options, params):
+    module = with_products(products, "torch.optim._muon", "grad")
+    return module.Muon(params.values(), lr=LR, **options)
+
+
+def torch_in_16_bits():
+    """Parameters and momentum too."""
+    shapes, dtype = problems.MATRICES, torch.bfloat16
+    theirs, _ = run_torch(partial(torch_muon, "bfloat16", {}), shapes, dtype=dtype)
+    options = in_dtype("torch", "bfloat16", momentum_dtype=dtype)
+    ours, _ = run(fmuon.presets.torch(LR, labels=is_matrix, **options), shapes, dtype=dtype)
     return differences(ours, theirs, tensors(problems.weights(shapes), dtype))
 
 
 def torch_cases():
     peer = f"torch.optim.Muon {torch.__version__.split('+')[0]}"
-    for products, bound in (("float32", FLOAT32), ("bfloat16", BFLOAT16)):
+    for products, bound in BOUNDS.items():
         case = partial(Case, "torch", peer, products)
         for title, options in TORCH.items():
             yield case(title, bound, partial(torch_case, options, products))
         yield case("scheduled", bound, partial(torch_case, {}, products, schedule=rising))
-        decaying = partial(torch_case, {}, products, spectrum="decaying")
-        yield case("decaying", max(bound, DECAYING), decaying)
-    in_16_bits = partial(torch_case, {}, "bfloat16", dtype=torch.bfloat16)
-    yield case("parameters and momentum in bfloat16", BFLOAT16, in_16_bits)
+        yield case("decaying", bound, partial(torch_case, {}, products, spectrum="decaying"))
+    yield case("parameters and momentum in bfloat16", BFLOAT16, torch_in_16_bits)
 
 
 # ---- golden numbers ------------------------------------------------------------------------------
@@ -357,56 +444,145 @@ def normuon_options(record):
 UNLIKE = {("SingleDeviceNorMuon", "conv")}
 
 
-def golden_case(preset, record, options):
-    shapes = {name: tuple(shape) for name, shape in record["shapes"].items()}
-    unlike = {name for name in shapes if (record["optimizer"], name) in UNLIKE}
+@dataclass(frozen=True)
+class Clamped(fmuon.NorMuon):
+    """As dion has it: |O| P / max(|P|, eps) where ours is |O| P / (|P| + eps)."""
+
+    def __call__(self, factor, moment, tall):
+        even, moment = super().__call__(factor, moment, tall)
+        sizes = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (factor, even))
+        return even * (next(sizes) / next(sizes)), moment
+
+
+def eps_as_theirs(preset, record):
+    """(options, eps by step) with which the preset guards its divisions as the other does; None
+    where it does anyway."""
+    options = record["options"]
+    if (preset, record["optimizer"]) == ("dion", "NorMuon"):
+        return {"second_moment": Clamped(options["muon_beta2"], eps=1e-8)}, None
+    if preset == "moonlight" and problems.OTHERS.keys() & record["shapes"].keys():
+        # Added before the bias correction, it is as if it were this.
+        beta = options["adamw_betas"][1]
+        return {}, lambda step: options["adamw_eps"] / math.sqrt(1 - beta ** (step + 1))
+    return None
+
+
+def golden_ends(preset, record, options, products, shapes, eps=None):
+    """Ours after the steps of a record; `shapes` may be others than the record's."""
     lr = record["options"]["lr"]
     linear = record["schedule"] == "linear"
-    values = in_dtype(preset, record["products"], **options)
+    values = in_dtype(preset, products, **options)
     views = PRESETS[preset].values(**options).get("labels")
 
     def labels(path, leaf):
-        if path in unlike:
+        if (record["optimizer"], path) in UNLIKE:
             return "frozen"
         view = is_matrix(path, leaf) or (views and views(path, leaf))
         return view or "auxiliary"
 
-    opt = PRESETS[preset](lr, labels=labels, **values)
     ours, _ = run(
-        opt, shapes, spectrum=record["spectrum"],
+        PRESETS[preset](lr, labels=labels, **values), shapes, spectrum=record["spectrum"],
         schedule=(lambda step: lr * rising(step)) if linear else None,
+        dtype=DTYPES[products], eps=eps,
     )  # fmt: skip
+    return ours
+
+
+def shapes_of(record):
+    return {name: tuple(shape) for name, shape in record["shapes"].items()}
+
+
+def recorded(record):
+    """Where the other ended, as float64: start + change."""
+    shapes = shapes_of(record)
+    ends = tensors(problems.weights(shapes), torch.float64)
+    for name, change in record["change"].items():
+        if record["products"] == "float64":
+            change = np.frombuffer(base64.b64decode(change), "<f8")
+        ends[name] += torch.tensor(np.array(change, np.float64)).reshape(shapes[name])
+    return ends
+
+
+def golden_case(preset, record, exact, options, *, as_theirs=False):
+    products, shapes, eps = record["products"], shapes_of(record), None
+    if as_theirs:
+        more, eps = eps_as_theirs(preset, record)
+        options = options | more
+    ours = golden_ends(preset, record, options, products, shapes, eps)
     start = tensors(problems.weights(shapes))
-    theirs = {
-        name: start[name].double() + torch.tensor(change, dtype=torch.float64).reshape(shapes[name])
-        for name, change in record["change"].items()
+    start = {k: w for k, w in start.items() if (record["optimizer"], k) not in UNLIKE}
+    if products == "bfloat16":
+        return differences(ours, recorded(record), start)
+    theirs = None if products == "float64" else recorded(record)
+    return from_exact(ours, theirs, recorded(exact), start)
+
+
+def golden_many(preset, record, options):
+    """Leaf -> root mean square of how far ours in float32 is from float64, over as many matrices
+    (or stacks) of its shape as `own` in the record is of, all in one leaf."""
+    count = 100
+    shapes = {
+        name: (count, *shape) if len(shape) == 2 else (count * shape[0], *shape[1:])
+        for name, shape in shapes_of(record).items()
     }
-    return differences(ours, theirs, {k: w for k, w in start.items() if k not in unlike})
+    near, exact = (golden_ends(preset, record, options, p, shapes) for p in ("float32", "float64"))
+    found = {}
+    for name, start in tensors(problems.weights(shapes), torch.float64).items():
+        parts = (x[name].double().reshape(count, -1) for x in (near, exact))
+        squares = [
+            distance(ours, other, begin) ** 2
+            for ours, other, begin in zip(*parts, start.reshape(count, -1), strict=True)
+        ]
+        found[name] = math.sqrt(sum(squares) / count)
+    return found
+
+
+GOLDEN = {"dion": dion_options, "normuon": normuon_options, "moonlight": moonlight_options}
+
+
+def golden_records():
+    """(preset, data, record, its form in float64, options of the preset)."""
+    for preset, options in GOLDEN.items():
+        data = golden(preset)
+        exact = {
+            _problem(record): record for record in data["cases"] if record["products"] == "float64"
+        }
+        for record in data["cases"]:
+            if (record["optimizer"], record["case"]) != ("NorMuon", "flatten"):  # As for UNLIKE.
+                yield preset, data, record, exact[_problem(record)], options(record)
+
+
+def _problem(record):
+    return tuple(record[key] for key in ("optimizer", "case", "spectrum", "schedule"))
 
 
 def golden_cases():
-    rows = {"dion": dion_options, "normuon": normuon_options, "moonlight": moonlight_options}
-    for preset, options in rows.items():
-        data = golden(preset)
+    for preset, data, record, exact, options in golden_records():
         repository = data["repository"].removeprefix("https://github.com/")
-        for record in data["cases"]:
-            if (record["optimizer"], record["case"]) == ("NorMuon", "flatten"):
-                continue  # As for UNLIKE.
-            commit = record.get("commit", data["commit"])[:7]
-            title = f"{record['optimizer']}, {record['case']}, {record['schedule']}"
-            bound = FLOAT32
-            if record["spectrum"] == "decaying":
-                title, bound = f"{title}, decaying", DECAYING
-            if record["products"] == "bfloat16":
-                bound = BFLOAT16
-            yield Case(
-                preset, f"{repository} {commit}", record["products"], title, bound,
-                partial(golden_case, preset, record, options(record)),
-                # Moonlight's AdamW adds its eps of 1e-8 before the bias correction, as if it were
-                # eps / sqrt(1 - 0.95^t); some "decaying" gradients are as small as 1e-4.
-                others=1e-3 if preset == "moonlight" and "decaying" in title else None,
-                amplifies=record["options"].get("use_polar_express", False),
-            )  # fmt: skip
+        commit, products = record.get("commit", data["commit"])[:7], record["products"]
+        title = f"{record['optimizer']}, {record['case']}, {record['schedule']}"
+        decaying = record["spectrum"] == "decaying"
+        if decaying:
+            title = f"{title}, decaying"
+        case = partial(Case, preset, f"{repository} {commit}", products)
+        run_case = partial(golden_case, preset, record, exact, options)
+        others, by_leaf = None, {}
+        if preset == "moonlight":
+            # Its eps of 1e-8 counts where gradients are small: some "decaying" ones are 1e-4.
+            others = 3e-4 if decaying else None if products == "bfloat16" else 2.8e-6
+        if products == "float32":
+            by_leaf = {name: largest for name, (_, largest) in record.get("own", {}).items()}
+        elif products == "float64" and record["optimizer"] == "NorMuon":
+            # eps / |P|, where the root mean square of P's rows is about 1.
+            by_leaf = {k: 1e-8 / math.sqrt(math.prod(s[-2:])) for k, s in shapes_of(record).items()}
+        yield case(
+            title, BOUNDS[products], run_case, others=others, by_leaf=by_leaf,
+            amplifies=products == "bfloat16" and record["options"].get("use_polar_express", False),
+        )  # fmt: skip
+        exactly = products == "float64" or (preset == "moonlight" and products == "float32")
+        if exactly and eps_as_theirs(preset, record):
+            same = partial(run_case, as_theirs=True)
+            yield case(f"{title}, eps as theirs", BOUNDS[products], same)
 
 
 def cases():

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 PAGE = Path(__file__).parents[2] / "docs" / "parity.md"
-HEAD = ("preset", "peer", "products", "case", "difference", "allowed")
+HEAD = ("preset", "peer", "arithmetic", "case", "difference", "allowed", "theirs")
 START, END = "<!-- table -->", "<!-- /table -->"
 
 
@@ -32,7 +32,8 @@ def main():
 
     lines = [HEAD, ("---",) * len(HEAD)]
     for *cells, case in rows(cases()):
-        lines.append((*cells, *(f"{figure:.1e}" for figure in case.worst())))
+        figures = ("" if figure is None else f"{figure:.1e}" for figure in case.worst())
+        lines.append((*cells, *figures))
         print(*lines[-1], sep="  ")
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     text = re.sub(f"{START}.*{END}", f"{START}\n{table}\n{END}", PAGE.read_text(), flags=re.DOTALL)

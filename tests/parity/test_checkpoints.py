@@ -89,10 +89,8 @@ def test_owner_only_momentum_of_two_ranks():
 
 
 def torch_muon(params):
-    module = cases.in_float32(
-        "float32", "torch.optim._muon", "grad.bfloat16()", "grad.float().clone()"
-    )
-    return module.Muon([params[k] for k in problems.MATRICES], lr=cases.LR)
+    params = {name: params[name] for name in problems.MATRICES}
+    return cases.torch_muon("float32", {}, params)
 
 
 def test_goes_on_from_torch_and_back():
