@@ -40,6 +40,7 @@ class Rule:
         lr: a learning rate of its own; None is that of the matrices times `lr_scale`.
         eps_root: added under the root of the second moment.
         mu_dtype: of the first moment; None is float32, or float64 for float64 leaves.
+        eps_first: whether eps is added before the bias correction of the second moment.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Rule:
     lr: Scalar | None = None
     eps_root: float = 0.0
     mu_dtype: torch.dtype | None = None
+    eps_first: bool = False
 
     def __post_init__(self) -> None:
         # A list would make the rule unhashable.
@@ -87,13 +89,18 @@ def adamw(
     lr: Scalar | None = None,
     eps_root: float = 0.0,
     mu_dtype: torch.dtype | None = None,
+    eps_first: bool = False,
 ) -> Rule:
     """AdamW: D = m / (1 - b1^t) / (sqrt(v / (1 - b2^t) + eps_root) + eps).
 
     [Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2]
+
+    With `eps_first` the divisor is (sqrt(v) + eps) / sqrt(1 - b2^t), the order of computation at
+    the end of section 2 of [Kingma and Ba 2015, arXiv 1412.6980].
     """
+    slots = ("mu", "nu")
     return Rule(
-        "adamw", ("mu", "nu"), _adam, betas, eps, lr_scale, weight_decay, lr, eps_root, mu_dtype
+        "adamw", slots, _adam, betas, eps, lr_scale, weight_decay, lr, eps_root, mu_dtype, eps_first
     )
 
 
@@ -160,6 +167,8 @@ def _adam(
     mu = average(slots["mu"], grad, b1)
     nu = average(slots["nu"], grad * grad, b2)
     first = look_ahead(mu, grad, b1, t, nesterov=nesterov, bias_correction=True)
+    if rule.eps_first:
+        eps = eps / debias(b2, t).sqrt()
     denominator = root(nu / debias(b2, t).to(nu.dtype) + rule.eps_root) + eps.to(nu.dtype)
     return first / denominator, {"mu": mu, "nu": nu}
 

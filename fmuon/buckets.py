@@ -118,22 +118,33 @@ def plan(
         sizes = [_bytes(leaf) for leaf in leaves]
         thrifty = max(max(sizes, default=0) + sum(sizes) // 32, 2**20)
         max_stack_bytes = thrifty if in_place else 2**28
+    return tuple(
+        _bucket(chunk, domain, owner_of, scale, max_stack_bytes)
+        for domain, group, owner_of in assigned(leaves, flops)
+        for connected in _connected(group)
+        for chunk in _chunks(connected, max_stack_bytes)
+    )
+
+
+def assigned(
+    leaves: Sequence[MatrixLeaf], flops: Callable[[int, int], float]
+) -> list[tuple[Domain | None, list[MatrixLeaf], dict[str, int]]]:
+    """(domain, leaves, path -> worker of the domain) of leaves that may share stacks."""
     groups: dict[tuple[torch.dtype, torch.device, Domain | None], list[MatrixLeaf]]
     groups = defaultdict(list)
     for leaf in sorted(leaves, key=lambda leaf: leaf.path):
         groups[leaf.dtype, leaf.device, leaf.domain].append(leaf)
-    buckets: list[Bucket] = []
+    found: list[tuple[Domain | None, list[MatrixLeaf], dict[str, int]]] = []
     for (_, _, domain), group in groups.items():
         workers = 1 if domain is None else domain.workers
-        owners = balanced([_cost(leaf, flops) for leaf in group], workers)
+        owners = balanced([cost(leaf, flops) for leaf in group], workers)
         owner_of = {leaf.path: owner for leaf, owner in zip(group, owners, strict=True)}
-        for connected in _connected(group):
-            for chunk in _chunks(connected, max_stack_bytes):
-                buckets.append(_bucket(chunk, domain, owner_of, scale, max_stack_bytes))
-    return tuple(buckets)
+        found.append((domain, group, owner_of))
+    return found
 
 
-def _cost(leaf: MatrixLeaf, flops: Callable[[int, int], float]) -> float:
+def cost(leaf: MatrixLeaf, flops: Callable[[int, int], float]) -> float:
+    """Flops of the products for all matrices of a leaf."""
     sides = product(leaf.view.row_blocks, leaf.view.column_blocks)
     return leaf.view.count * sum(flops(min(side), max(side)) for side in sides)
 

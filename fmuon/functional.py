@@ -34,7 +34,7 @@ from fmuon.base import (
     Transformation,
     Tree,
 )
-from fmuon.buckets import Bucket, stack, unstack
+from fmuon.buckets import Bucket, MatrixLeaf, stack, unstack
 from fmuon.call import Call, Group, spread
 from fmuon.collectives import (
     arrived,
@@ -106,6 +106,18 @@ class Muon(Configuration):
         leaves, _ = flatten(params)
         self._prepare(leaves, self.assign(leaves))
 
+    def shared_leaves(self, params: Tree) -> list[MatrixLeaf]:
+        """The matrix leaves that several ranks share the work for."""
+        leaves, _ = flatten(params)
+        register_meshes(leaves.values())
+        specs = {path: Spec(*spec) for path, spec in signature(leaves) if spec is not None}
+        found = [
+            matrix_leaf(self, path, label, specs[path], torch.float32)
+            for path, (label, _, _) in self.assign(leaves).items()
+            if isinstance(label, Matrix) and 0 not in specs[path].shape
+        ]
+        return [leaf for leaf in found if leaf.domain is not None]
+
     def _prepare(
         self, leaves: Mapping[str, Tensor | None], assignments: Mapping[str, Assignment]
     ) -> None:
@@ -128,7 +140,7 @@ class Muon(Configuration):
             described[ranks].append(f"{path}: {spec.shape} {spec.dtype} {splits} {label}")
             if isinstance(label, Matrix) and 0 not in spec.shape:
                 domain = matrix_leaf(self, path, label, spec, torch.float32).domain
-                groups |= set() if domain is None else {domain.parts, domain.copies}
+                groups |= set() if domain is None else {domain.parts, tuple(sorted(domain.copies))}
         for ranks in sorted(groups):
             make_group(ranks)
         for ranks, lines in described.items():
@@ -623,8 +635,7 @@ def configuration_of(opt: Any) -> Muon:
     owner = getattr(getattr(opt, "update", None), "__self__", None)
     if not isinstance(owner, Muon):
         raise ConfigurationError(
-            f"a {type(opt).__name__} that was not made by fmuon.muon or a preset; give what they "
-            f"return"
+            f"{type(opt).__name__}: give what fmuon.muon or a preset returns, or an FMuon"
         )
     return owner
 

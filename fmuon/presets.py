@@ -371,7 +371,7 @@ def moonlight(
     adamw_betas: tuple[float, float] = (0.9, 0.95),
     adamw_eps: float = 1e-8,
 ) -> Values:
-    """Arguments of the Muon of Moonlight. Its AdamW adds eps before the bias correction."""
+    """Arguments of the Muon of Moonlight."""
     return {
         "lr": lr,
         "momentum": momentum,
@@ -382,7 +382,7 @@ def moonlight(
             "jordan", steps=ns_steps, dtype="bfloat16", eps=_of_average(1e-7, momentum), norm="add"
         ),
         "scale": "match_rms_adamw",
-        "auxiliary": adamw(adamw_betas, eps=adamw_eps),
+        "auxiliary": adamw(adamw_betas, eps=adamw_eps, eps_first=True),
     }
 
 
@@ -426,7 +426,9 @@ def dion(
             eps=_of_average(epsilon, mu),
             norm="add",
         ),
-        "second_moment": None if muon_beta2 is None else NorMuon(muon_beta2, eps=1e-8),
+        "second_moment": None
+        if muon_beta2 is None
+        else NorMuon(muon_beta2, eps=1e-8, norm="clamp"),
         "scale": lookup(scales, adjust_lr or "none", "adjust_lr"),
         "auxiliary": adamw(betas, eps=epsilon),
         "labels": _flat_view if flatten else _stack_view,

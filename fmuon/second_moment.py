@@ -30,17 +30,21 @@ class NorMuon:
         axis: "rows" keeps one v per row of the matrix view; "long" one per index of its longer
             side, which are the rows of a square one.
         eps: guards the two divisions.
+        norm: how it guards that by |P|: "add" divides by |P| + eps, "clamp" by max(|P|, eps).
     """
 
     beta: float = 0.95
     axis: str = "rows"
     eps: float = 1e-10
+    norm: str = "add"
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta < 1:
             raise ConfigurationError(f"NorMuon: beta={self.beta} must be in [0, 1)")
         if self.axis not in ("rows", "long"):
             raise ConfigurationError(f"NorMuon: axis={self.axis!r}; known: 'rows', 'long'")
+        if self.norm not in ("add", "clamp"):
+            raise ConfigurationError(f"NorMuon: norm={self.norm!r}; known: 'add', 'clamp'")
         if not self.eps >= 0:
             raise ConfigurationError(f"NorMuon: eps={self.eps} must not be negative")
 
@@ -66,7 +70,9 @@ class NorMuon:
         short, long = factor.shape[-2:]
         moment = torch.lerp(moment, self._mean(factor * factor, short < long, tall), 1 - self.beta)
         even = factor / (root(moment) + self.eps)
-        return even * (_norm(factor) / (_norm(even) + self.eps)), moment
+        size = _norm(even)
+        size = size + self.eps if self.norm == "add" else size.clamp(min=self.eps)
+        return even * (_norm(factor) / size), moment
 
     def _mean(self, square: Stack, oblong: bool, tall: Sequence[bool]) -> Tensor:
         over_short, over_long = (square.mean(axis, keepdim=True) for axis in (-2, -1))

@@ -7,8 +7,9 @@ between them, a shard group; those that differ in the others hold copies, a repl
 has one owner in the whole mesh, who gets it whole, orthogonalises it and sends the parts back.
 """
 
+import functools
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -32,6 +33,23 @@ class Mesh:
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
     coordinate: tuple[int, ...]
+
+    def index(self, place: Sequence[int]) -> int:
+        """Row-major index of a coordinate."""
+        index = 0
+        for size, own in zip(self.shape, place, strict=True):
+            index = index * size + own
+        return index
+
+    def places(self, dims: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Coordinates that differ from this rank's in some dimensions only, row-major."""
+        return product(
+            *(range(n) if d in dims else (self.coordinate[d],) for d, n in enumerate(self.shape))
+        )
+
+    def members(self, dims: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Rank -> coordinate of those places, by rank."""
+        return dict(sorted((self.ranks[self.index(place)], place) for place in self.places(dims)))
 
 
 @dataclass(frozen=True)
@@ -92,56 +110,48 @@ class Sharding:
         """The ranks that share this leaf's work; None where this rank has it alone."""
         if not self.split_dims and not self.replica_dims:
             return None
-        parts, copies = self._members(self.split_dims), self._members(self.replica_dims)
-        own = self.mesh.ranks[self._index(self.mesh.coordinate)]
-        return Domain(tuple(parts), tuple(copies), list(parts).index(own), list(copies).index(own))
+        return _domain(self.mesh, self.split_dims, self.replica_dims)
 
     def parts(self) -> tuple[Block, ...]:
         """The parts of the members of this rank's shard group, in the order of their ranks."""
-        return tuple(map(self.block, self._members(self.split_dims).values()))
-
-    def _members(self, dims: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-        """Rank -> coordinate of those that differ from this one in some dimensions, by rank."""
-        own = self.mesh.coordinate
-        members = [
-            tuple(member[dims.index(d)] if d in dims else own[d] for d in range(len(own)))
-            for member in product(*(range(self.mesh.shape[d]) for d in dims))
-        ]
-        return dict(sorted((self.mesh.ranks[self._index(member)], member) for member in members))
-
-    def _index(self, coordinate: Sequence[int]) -> int:
-        index = 0
-        for size, own in zip(self.mesh.shape, coordinate, strict=True):
-            index = index * size + own
-        return index
+        return tuple(map(self.block, self.mesh.members(self.split_dims).values()))
 
     def within(self, axes: Sequence[int]) -> "Sharding":
         """This rank's part as a leaf of its own with regard to cuts along some axes.
 
         Where those are axes of a stack of matrices, every rank has whole matrices.
         """
-        own, mesh = self.block(self.mesh.coordinate), self.mesh
+        own = self.block(self.mesh.coordinate)
         kept = [d for d, split in enumerate(self.splits) if not split or split.axis not in axes]
         lengths = [
             stop - start if axis in axes else length
             for axis, ((start, stop), length) in enumerate(zip(own, self.shape, strict=True))
         ]
-        # Row-major over the dimensions that are left, so in the order of their coordinates.
-        ranges = [
-            range(n) if d in kept else [own_d]
-            for d, (n, own_d) in enumerate(zip(mesh.shape, mesh.coordinate, strict=True))
-        ]
-        members = product(*ranges)
-        inner = Mesh(
-            tuple(mesh.shape[d] for d in kept),
-            tuple(mesh.ranks[self._index(member)] for member in members),
-            tuple(mesh.coordinate[d] for d in kept),
-        )
-        return Sharding(tuple(lengths), inner, tuple(self.splits[d] for d in kept))
+        mesh = _along(self.mesh, tuple(kept))
+        return Sharding(tuple(lengths), mesh, tuple(self.splits[d] for d in kept))
 
-    def seen_from(self, coordinate: tuple[int, ...]) -> "Sharding":
-        """The same leaf as the rank at another coordinate sees it."""
-        return replace(self, mesh=replace(self.mesh, coordinate=coordinate))
+
+@functools.cache
+def _along(mesh: Mesh, dims: tuple[int, ...]) -> Mesh:
+    """The mesh of the ranks that differ from this one in some dimensions only."""
+    if dims == tuple(range(len(mesh.shape))):
+        return mesh
+    return Mesh(
+        tuple(mesh.shape[d] for d in dims),
+        tuple(mesh.ranks[mesh.index(place)] for place in mesh.places(dims)),
+        tuple(mesh.coordinate[d] for d in dims),
+    )
+
+
+@functools.cache
+def _domain(mesh: Mesh, split_dims: tuple[int, ...], replica_dims: tuple[int, ...]) -> "Domain":
+    own = mesh.ranks[mesh.index(mesh.coordinate)]
+    copies = mesh.members(replica_dims)
+    ranks = tuple(
+        tuple(replace(mesh, coordinate=place).members(split_dims)) for place in copies.values()
+    )
+    copy = list(copies).index(own)
+    return Domain(ranks, copy, ranks[copy].index(own))
 
 
 @dataclass(frozen=True)
@@ -149,24 +159,42 @@ class Domain:
     """Ranks that share the work for some leaves, as one of them sees it.
 
     Attributes:
-        parts: the ranks of its shard group, which hold a leaf between them.
-        copies: the ranks of its replica group, which hold the same part of a leaf.
-        part, copy: where it stands in the two.
+        ranks: one row per replica: the ranks that hold a leaf between them, its shard group.
+        copy, part: the row and the place in it of this rank.
     """
+
+    ranks: tuple[tuple[int, ...], ...]
+    copy: int
+    part: int
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The shard group of this rank."""
+        return self.ranks[self.copy]
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """Its replica group: the ranks that hold the same part of a leaf."""
+        return tuple(row[self.part] for row in self.ranks)
+
+    @property
+    def workers(self) -> int:
+        """How many ranks there are; worker w is in copy w mod copies."""
+        return len(self.ranks) * len(self.parts)
+
+    def owned_by(self, worker: int) -> tuple[int, int]:
+        """(copy, part) of a worker: neighbours in the list are in different replicas."""
+        return worker % len(self.ranks), worker // len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of a rank in a domain, as fields: a trace can't ask a constant's properties."""
 
     parts: tuple[int, ...]
     copies: tuple[int, ...]
     part: int
     copy: int
-
-    @property
-    def workers(self) -> int:
-        """How many ranks there are; worker w is in copy w mod copies."""
-        return len(self.parts) * len(self.copies)
-
-    def owned_by(self, worker: int) -> tuple[int, int]:
-        """(copy, part) of a worker: neighbours in the list are in different replicas."""
-        return worker % len(self.copies), worker // len(self.copies)
 
 
 @dataclass(frozen=True)
@@ -174,7 +202,7 @@ class Exchange:
     """How the leaves of a bucket get to their owners and back, by their places in the bucket.
 
     Attributes:
-        domain: the ranks that take part.
+        domain: the groups that take part.
         shapes: the local shape of every leaf.
         owned: leaves of this rank.
         sent: for every member of the shard group the leaves that it owns in this replica.
@@ -182,7 +210,7 @@ class Exchange:
         copied: for every member of the replica group the leaves that are owned in it.
     """
 
-    domain: Domain
+    domain: Groups
     shapes: tuple[tuple[int, ...], ...]
     owned: tuple[int, ...]
     sent: tuple[tuple[int, ...], ...]
@@ -200,7 +228,7 @@ def exchange(domain: Domain, leaves: Sequence[Sharding], owners: Sequence[int]) 
     sent = tuple(of(domain.copy, part) for part in range(len(domain.parts)))
     owned = sent[domain.part]
     return Exchange(
-        domain,
+        Groups(domain.parts, domain.copies, domain.part, domain.copy),
         tuple(leaf.local_shape for leaf in leaves),
         owned,
         sent,

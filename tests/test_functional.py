@@ -953,3 +953,15 @@ def test_float64_leaves_are_computed_in_float64_whatever_their_momentum():
     opt = fmuon.muon(momentum_dtype=torch.bfloat16)
     updates, state = opt.update(params, opt.init(params), 0)
     assert updates["w"].dtype == torch.float64 and state["momentum"]["w"].dtype == torch.bfloat16
+
+
+def test_eps_may_come_before_the_bias_correction():
+    opt = fmuon.muon(0.1, auxiliary=fmuon.adamw(eps=0.5, eps_first=True), labels={"b": "auxiliary"})
+    params = {"b": torch.zeros(5, dtype=torch.float64)}
+    state, m, v = opt.init(params), 0.0, 0.0
+    for t in range(1, 6):
+        grad = torch.randn(5, dtype=torch.float64)
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
+        expected = -0.1 * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t) * m / (v.sqrt() + 0.5)
+        updates, state = opt.update({"b": grad}, state, t - 1)
+        assert_close(updates["b"], expected, **DOUBLE)

@@ -292,7 +292,7 @@ def test_foreign_arguments_are_answered_with_the_rows_own():
                 lambda: fmuon.presets.optax(0.1, weight_decay_mask=lambda params: params),
                 lambda: fmuon.presets.moonlight(0.1, n_steps=5),
                 lambda: fmuon.FMuon(model, preset="torch", ns_step=5),
-                lambda: fmuon.explain(model, fmuon.FMuon(model)),
+                lambda: fmuon.explain(model, torch.optim.SGD(model.parameters())),
             )
         ),
         """\
@@ -304,7 +304,7 @@ fmuon.muon
 preset 'torch' has no argument 'ns_step'; did you mean 'ns_steps'?; its own are
 adjust_lr_fn, eps, lr, momentum, nesterov, ns_coefficients, ns_steps,
 weight_decay, and those of fmuon.muon
-a FMuon that was not made by fmuon.muon or a preset; give what they return""",
+SGD: give what fmuon.muon or a preset returns, or an FMuon""",
     )
 
 

@@ -187,3 +187,14 @@ def test_another_axis_is_no_change_of_rows():
     shorter = {"w": torch.randn(4, 8)}
     with pytest.raises(fmuon.StateError, match=r"'w'.*drop the leaf and add it"):
         fmuon.adapt_state(opt, state, shorter, 1, resize=["w"])
+
+
+@pytest.mark.parametrize(("norm", "size"), [("add", 1.0 + 0.5), ("clamp", 1.0), ("clamp", 0.25)])
+def test_eps_is_added_to_the_norm_or_bounds_it(norm, size):
+    size = min(size, 1.0) if norm == "clamp" else 1.0
+    factor = torch.eye(3, 4) * size
+    method = fmuon.NorMuon(beta=0.0, eps=0.5, norm=norm)
+    found, moment = method(factor, torch.zeros(1, 3, 4)[0], [False])
+    even = factor / (moment.sqrt() + 0.5)
+    divisor = even.norm() + 0.5 if norm == "add" else max(float(even.norm()), 0.5)
+    torch.testing.assert_close(found, even * factor.norm() / divisor)

@@ -444,30 +444,7 @@ def normuon_options(record):
 UNLIKE = {("SingleDeviceNorMuon", "conv")}
 
 
-@dataclass(frozen=True)
-class Clamped(fmuon.NorMuon):
-    """As dion has it: |O| P / max(|P|, eps) where ours is |O| P / (|P| + eps)."""
-
-    def __call__(self, factor, moment, tall):
-        even, moment = super().__call__(factor, moment, tall)
-        sizes = (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) for x in (factor, even))
-        return even * (next(sizes) / next(sizes)), moment
-
-
-def eps_as_theirs(preset, record):
-    """(options, eps by step) with which the preset guards its divisions as the other does; None
-    where it does anyway."""
-    options = record["options"]
-    if (preset, record["optimizer"]) == ("dion", "NorMuon"):
-        return {"second_moment": Clamped(options["muon_beta2"], eps=1e-8)}, None
-    if preset == "moonlight" and problems.OTHERS.keys() & record["shapes"].keys():
-        # Added before the bias correction, it is as if it were this.
-        beta = options["adamw_betas"][1]
-        return {}, lambda step: options["adamw_eps"] / math.sqrt(1 - beta ** (step + 1))
-    return None
-
-
-def golden_ends(preset, record, options, products, shapes, eps=None):
+def golden_ends(preset, record, options, products, shapes):
     """Ours after the steps of a record; `shapes` may be others than the record's."""
     lr = record["options"]["lr"]
     linear = record["schedule"] == "linear"
@@ -483,7 +460,7 @@ def golden_ends(preset, record, options, products, shapes, eps=None):
     ours, _ = run(
         PRESETS[preset](lr, labels=labels, **values), shapes, spectrum=record["spectrum"],
         schedule=(lambda step: lr * rising(step)) if linear else None,
-        dtype=DTYPES[products], eps=eps,
+        dtype=DTYPES[products],
     )  # fmt: skip
     return ours
 
@@ -503,12 +480,9 @@ def recorded(record):
     return ends
 
 
-def golden_case(preset, record, exact, options, *, as_theirs=False):
-    products, shapes, eps = record["products"], shapes_of(record), None
-    if as_theirs:
-        more, eps = eps_as_theirs(preset, record)
-        options = options | more
-    ours = golden_ends(preset, record, options, products, shapes, eps)
+def golden_case(preset, record, exact, options):
+    products, shapes = record["products"], shapes_of(record)
+    ours = golden_ends(preset, record, options, products, shapes)
     start = tensors(problems.weights(shapes))
     start = {k: w for k, w in start.items() if (record["optimizer"], k) not in UNLIKE}
     if products == "bfloat16":
@@ -566,23 +540,13 @@ def golden_cases():
             title = f"{title}, decaying"
         case = partial(Case, preset, f"{repository} {commit}", products)
         run_case = partial(golden_case, preset, record, exact, options)
-        others, by_leaf = None, {}
-        if preset == "moonlight":
-            # Its eps of 1e-8 counts where gradients are small: some "decaying" ones are 1e-4.
-            others = 3e-4 if decaying else None if products == "bfloat16" else 2.8e-6
+        by_leaf = {}
         if products == "float32":
             by_leaf = {name: largest for name, (_, largest) in record.get("own", {}).items()}
-        elif products == "float64" and record["optimizer"] == "NorMuon":
-            # eps / |P|, where the root mean square of P's rows is about 1.
-            by_leaf = {k: 1e-8 / math.sqrt(math.prod(s[-2:])) for k, s in shapes_of(record).items()}
         yield case(
-            title, BOUNDS[products], run_case, others=others, by_leaf=by_leaf,
+            title, BOUNDS[products], run_case, by_leaf=by_leaf,
             amplifies=products == "bfloat16" and record["options"].get("use_polar_express", False),
         )  # fmt: skip
-        exactly = products == "float64" or (preset == "moonlight" and products == "float32")
-        if exactly and eps_as_theirs(preset, record):
-            same = partial(run_case, as_theirs=True)
-            yield case(f"{title}, eps as theirs", BOUNDS[products], same)
 
 
 def cases():
