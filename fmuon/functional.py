@@ -635,7 +635,8 @@ def configuration_of(opt: Any) -> Muon:
     owner = getattr(getattr(opt, "update", None), "__self__", None)
     if not isinstance(owner, Muon):
         raise ConfigurationError(
-            f"{type(opt).__name__}: give what fmuon.muon or a preset returns, or an FMuon"
+            f"a {type(opt).__name__} that was not made by fmuon.muon or a preset; give what they "
+            f"return, or an FMuon"
         )
     return owner
 

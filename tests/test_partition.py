@@ -413,7 +413,7 @@ def test_an_unknown_label_is_refused_when_the_optimizer_is_made():
         refusal(LeafError, muon, labels={"w": "forzen"}),
         """\
 labels['w']: unknown label 'forzen'; known: a fmuon.Matrix, 'muon', 'auxiliary',
-'frozen', 'error'; did you mean 'frozen'?""",
+'frozen', 'error', 'adamw'; did you mean 'frozen'?""",
     )
 
 

@@ -304,7 +304,8 @@ fmuon.muon
 preset 'torch' has no argument 'ns_step'; did you mean 'ns_steps'?; its own are
 adjust_lr_fn, eps, lr, momentum, nesterov, ns_coefficients, ns_steps,
 weight_decay, and those of fmuon.muon
-SGD: give what fmuon.muon or a preset returns, or an FMuon""",
+a SGD that was not made by fmuon.muon or a preset; give what they return, or an
+FMuon""",
     )
 
 
