@@ -25,6 +25,7 @@ RANKS = (8, 64, 256, 1024)
 
 
 def repeated(layers, shapes):
+    """The shapes of a layer, for all layers."""
     return [shape for _ in range(layers) for shape in shapes]
 
 
@@ -38,6 +39,7 @@ MODELS = {
 
 
 def leaves(shapes, ranks):
+    """Matrices whose rows are sharded over some ranks."""
     mesh = Mesh((ranks,), tuple(range(ranks)), (0,))
     return [
         MatrixLeaf(
@@ -58,6 +60,7 @@ def padded(shapes, ranks, flops):
 
 
 def main():
+    """Print the table."""
     flops = NewtonSchulz().flops
     print("| model | matrices | ranks | flops | at least | padded | bytes | padded |")
     print("|---|---|---|---|---|---|---|---|")
