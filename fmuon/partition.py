@@ -298,7 +298,6 @@ def route(module: nn.Module, *, frozen: bool = True) -> dict[str, Assignment]:
             roles.setdefault(id(parameter), []).append(_Role(path, owner, name, parameter))
     parameters = dict(module.named_parameters())
     assignments = {path: _route(path, roles[id(p)], frozen) for path, p in parameters.items()}
-    _warn_of_undeclared(assignments, {path: tuple(p.shape) for path, p in parameters.items()})
     return {outer + path: assignment for path, assignment in assignments.items()}
 
 
@@ -337,4 +336,7 @@ def label(module: nn.Module) -> dict[str, Any]:
     convolutions get "auxiliary"; parameters that don't require a gradient get "frozen". Edit the
     dict before passing it to `fmuon.muon(labels=...)` to decide otherwise.
     """
-    return {path: assignment.label for path, assignment in route(module).items()}
+    routed = route(module)
+    shapes = {path: tuple(parameter.shape) for path, parameter in module.named_parameters()}
+    _warn_of_undeclared(routed, shapes)
+    return {path: assignment.label for path, assignment in routed.items()}

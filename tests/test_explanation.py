@@ -254,3 +254,21 @@ def test_the_groups_of_an_optimizer_are_explained_as_they_are():
     }
     with pytest.raises(fmuon.ConfigurationError, match="no names"), pytest.warns(UserWarning):
         fmuon.explain(model, fmuon.FMuon(model.parameters()))
+
+
+def test_a_declared_stack_is_not_warned_of(recwarn):
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = nn.Parameter(torch.randn(3, 4, 5))
+            self.first = nn.Linear(4, 5)
+
+    model, labels = Experts(), {"experts": Matrix(1, 2)}
+    explain(model, muon(labels=labels))
+    fmuon.FMuon(model, labels=labels)
+    fmuon.FMuon(model, preset="jordan")
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="'experts'"):
+        label(model)
+    with pytest.warns(UserWarning, match="'experts'"):
+        fmuon.FMuon(model)
