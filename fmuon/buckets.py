@@ -107,17 +107,16 @@ def plan(
     """Group leaves into buckets whose stacks are as large as `max_stack_bytes` allows.
 
     None is 2^28 for results in memory of their own; in place, where the stacks are most of what a
-    step needs, it is the largest leaf and a 32nd of them all, but not less than 2^20: below that
-    batches are too small to be fast.
+    step needs, it is the largest leaf and a 32nd of them all (of those that the same ranks share),
+    but not less than 2^20: below that batches are too small to be fast.
 
     The grouping depends on paths, shapes, dtypes and devices only, not on the order of the leaves,
     so every rank groups alike. Leaves that are shared among ranks are in buckets of their own; they
     are given to owners so that all have about as many `flops`.
     """
-    if max_stack_bytes is None:
-        sizes = [_bytes(leaf) for leaf in leaves]
-        thrifty = max(max(sizes, default=0) + sum(sizes) // 32, 2**20)
-        max_stack_bytes = thrifty if in_place else 2**28
+    sizes: dict[Domain | None, list[int]] = defaultdict(list)
+    for leaf in leaves:
+        sizes[leaf.domain].append(_bytes(leaf))
     groups: dict[tuple[torch.dtype, torch.device, Domain | None], list[MatrixLeaf]]
     groups = defaultdict(list)
     for leaf in sorted(leaves, key=lambda leaf: leaf.path):
@@ -127,9 +126,14 @@ def plan(
         workers = 1 if domain is None else domain.workers
         owners = balanced([_cost(leaf, flops) for leaf in group], workers)
         owner_of = {leaf.path: owner for leaf, owner in zip(group, owners, strict=True)}
+        limit = max_stack_bytes
+        if limit is None:
+            # Other ranks may have more or less of leaves that they don't share.
+            thrifty = max(max(sizes[domain]) + sum(sizes[domain]) // 32, 2**20)
+            limit = thrifty if in_place else 2**28
         for connected in _connected(group):
-            for chunk in _chunks(connected, max_stack_bytes):
-                buckets.append(_bucket(chunk, domain, owner_of, scale, max_stack_bytes))
+            for chunk in _chunks(connected, limit):
+                buckets.append(_bucket(chunk, domain, owner_of, scale, limit))
     return tuple(buckets)
 
 

@@ -40,6 +40,11 @@ def is_sharded(leaf: Any) -> bool:
     return hasattr(leaf, "device_mesh")
 
 
+def is_initialized() -> bool:
+    """Whether this process is one of several."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def local(leaf: Any) -> Any:
     """The part of a leaf that this rank holds."""
     return leaf.to_local() if is_sharded(leaf) else leaf
@@ -70,15 +75,15 @@ def register(mesh: Any) -> Mesh:
     if isinstance(mesh, dist.ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(mesh))
         found = Mesh((len(ranks),), ranks, (ranks.index(dist.get_rank()),))
-        _GROUPS.setdefault(tuple(sorted(ranks)), mesh.group_name)
+        _keep_group(mesh)
     elif hasattr(mesh, "get_coordinate"):
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ConfigurationError(f"{mesh}: rank {dist.get_rank()} is not part of it")
         ranks = tuple(mesh.mesh.flatten().tolist())
         found = Mesh(tuple(mesh.mesh.shape), ranks, tuple(coordinate))
-        if len(found.shape) == 1:
-            _GROUPS.setdefault(tuple(sorted(ranks)), mesh.get_group().group_name)
+        for dim in range(len(found.shape)):
+            _keep_group(mesh.get_group(dim))
     else:
         raise ConfigurationError(f"mesh={mesh!r}: give a DeviceMesh or a process group")
     _MESHES[mesh] = found
@@ -132,8 +137,21 @@ def _sharding_of(
 # ---- groups --------------------------------------------------------------------------------------
 
 
+def _keep_group(group: Any) -> None:
+    import torch.distributed as dist
+
+    ranks = tuple(dist.get_process_group_ranks(group))
+    # The members of an exchange are in the order of their ranks.
+    if ranks == tuple(sorted(ranks)):
+        _GROUPS.setdefault(ranks, group.group_name)
+
+
 def make_group(ranks: Sequence[int]) -> None:
-    """Have a process group of some ranks, all of which call this."""
+    """Have a process group of some ranks, all of which call this.
+
+    Ranks that share any group make all of theirs in one order, and one at a time each: torch names
+    such a group after how many its ranks have made already.
+    """
     import torch.distributed as dist
 
     ranks = tuple(sorted(ranks))
