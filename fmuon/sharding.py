@@ -8,7 +8,7 @@ has one owner in the whole mesh, who gets it whole, orthogonalises it and sends 
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -94,7 +94,14 @@ class Sharding:
             return None
         parts, copies = self._members(self.split_dims), self._members(self.replica_dims)
         own = self.mesh.ranks[self._index(self.mesh.coordinate)]
-        return Domain(tuple(parts), tuple(copies), list(parts).index(own), list(copies).index(own))
+        return Domain(
+            tuple(parts),
+            tuple(copies),
+            list(parts).index(own),
+            list(copies).index(own),
+            _places(parts.values()),
+            _places(copies.values()),
+        )
 
     def parts(self) -> tuple[Block, ...]:
         """The parts of the members of this rank's shard group, in the order of their ranks."""
@@ -152,12 +159,16 @@ class Domain:
         parts: the ranks of its shard group, which hold a leaf between them.
         copies: the ranks of its replica group, which hold the same part of a leaf.
         part, copy: where it stands in the two.
+        part_places, copy_places: where their members stand in the mesh, which need not count its
+            ranks in order: equal for those that hold the same part, or are in the same replica.
     """
 
     parts: tuple[int, ...]
     copies: tuple[int, ...]
     part: int
     copy: int
+    part_places: tuple[int, ...]
+    copy_places: tuple[int, ...]
 
     @property
     def workers(self) -> int:
@@ -165,7 +176,7 @@ class Domain:
         return len(self.parts) * len(self.copies)
 
     def owned_by(self, worker: int) -> tuple[int, int]:
-        """(copy, part) of a worker: neighbours in the list are in different replicas."""
+        """Places (copy, part) of a worker: neighbours in the list are in different replicas."""
         return worker % len(self.copies), worker // len(self.copies)
 
 
@@ -197,7 +208,8 @@ def exchange(domain: Domain, leaves: Sequence[Sharding], owners: Sequence[int]) 
     def of(copy: int, part: int) -> tuple[int, ...]:
         return tuple(i for i, place in enumerate(places) if place == (copy, part))
 
-    sent = tuple(of(domain.copy, part) for part in range(len(domain.parts)))
+    own_copy = domain.copy_places[domain.copy]
+    sent = tuple(of(own_copy, part) for part in domain.part_places)
     owned = sent[domain.part]
     return Exchange(
         domain,
@@ -207,9 +219,15 @@ def exchange(domain: Domain, leaves: Sequence[Sharding], owners: Sequence[int]) 
         tuple(leaves[i].parts() for i in owned),
         tuple(
             tuple(i for i, place in enumerate(places) if place[0] == copy)
-            for copy in range(len(domain.copies))
+            for copy in domain.copy_places
         ),
     )
+
+
+def _places(coordinates: Collection[tuple[int, ...]]) -> tuple[int, ...]:
+    """Where every coordinate stands among them all."""
+    order = {coordinate: place for place, coordinate in enumerate(sorted(coordinates))}
+    return tuple(order[coordinate] for coordinate in coordinates)
 
 
 def _shape(block: Block) -> tuple[int, ...]:

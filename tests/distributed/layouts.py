@@ -5,7 +5,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -43,8 +43,18 @@ GRIDS = {
 }
 
 
+# Not what this machine happens to multiply fast.
+PRECISE = fmuon.NewtonSchulz(dtype="float32")
+
+
 def options(**changed):
-    return {"lr": 0.1, "weight_decay": 0.1, "labels": label, **changed}
+    return {
+        "lr": 0.1,
+        "weight_decay": 0.1,
+        "labels": label,
+        "orthogonalize": PRECISE,
+        **changed,
+    }
 
 
 def label(path, leaf):
@@ -64,6 +74,11 @@ def inputs(shapes, steps=5):
 @functools.cache
 def mesh_of(shape, names=None):
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@functools.cache
+def scrambled():
+    return DeviceMesh("cpu", [[1, 2], [0, 3]])
 
 
 def block_of(shape, mesh, placements):
@@ -105,6 +120,8 @@ def where_of(layout, world, path, shape):
         return choices.get(path)
     if layout.startswith("ddp"):
         return None
+    if layout == "ranks out of order":
+        return scrambled(), [R, S0] if len(shape) > 1 else [R, R]
     if layout == "experts":
         return mesh_of((world,)), [S0 if len(shape) == 3 else R]
     if layout == "experts, copied":

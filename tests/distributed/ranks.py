@@ -58,8 +58,8 @@ class Ranks:
             self.processes.append(process)
             self.connections.append(ours)
 
-    def run(self, function, arguments, timeout: float):
-        """What every rank returns, by rank."""
+    def run(self, function, arguments, timeout: float, grace: float = GRACE):
+        """What every rank returns, by rank; after a failure the others have `grace` seconds."""
         results: dict[int, object] = {}
         errors: dict[int, str] = {}
         for rank, connection in enumerate(self.connections):
@@ -84,7 +84,7 @@ class Ranks:
                 if good:
                     results[rank] = torch.load(io.BytesIO(answer), weights_only=False)
                 else:
-                    end = min(end, time.monotonic() + GRACE) if not errors else end
+                    end = min(end, time.monotonic() + grace) if not errors else end
                     errors[rank] = answer
         if errors:
             raise RankError(errors)
@@ -122,11 +122,11 @@ def run(function, world, *arguments, timeout=30.0):
         raise
 
 
-def run_fresh(function, world, *arguments, timeout=60.0, grace=60.0):
+def run_fresh(function, world, *arguments, timeout=60.0):
     """The same in processes that have run nothing else; `timeout` is that of the group."""
     ranks = Ranks(world, timeout)
     try:
-        return ranks.run(function, arguments, timeout + grace)
+        return ranks.run(function, arguments, timeout + 60, grace=timeout + 20)
     finally:
         ranks.end()
 

@@ -2,6 +2,7 @@
 """Every layout beside one process: the same result, the same work in all, the planned messages."""
 
 import functools
+import re
 
 import pytest
 import ranks
@@ -28,7 +29,7 @@ TOLERANCE = 2e-6
 CASES = [
     *((name, world) for name, (shapes, _) in GRIDS.items() for world in shapes),
     *((name, world) for name in ("ddp by group", "ddp by mesh", "experts") for world in (2, 3, 4)),
-    *((name, 4) for name in ("ddp by grid", "experts, copied", "mixed")),
+    *((name, 4) for name in ("ddp by grid", "experts, copied", "mixed", "ranks out of order")),
 ]
 
 
@@ -149,3 +150,38 @@ def test_nobody_has_more_than_his_share_of_the_work():
 def test_a_compiled_update_is_one_graph_with_the_same_result(layout):
     world = 2 if layout == "ddp by group" else 4
     check(ranks.run(five_steps, world, layout, False, {}, "aot_eager"), layout)
+
+
+# ---- the order of messages and arithmetic --------------------------------------------------------
+
+
+def generated(rank, world):
+    """The collectives and products of the code that inductor makes of an update, in order."""
+    from torch._inductor.utils import run_and_get_code
+
+    shapes = {"a": (16, 8), "b": (12, 8), "c": (10, 6)}
+    plain, (given,) = inputs(shapes, 1)
+    where = {path: where_of("shard 0", world, path, shape) for path, shape in shapes.items()}
+    opt = fmuon.muon(0.1, missing="zero", orthogonalize=fmuon.NewtonSchulz(steps=1))
+    params = {path: put(t, where[path]) for path, t in plain.items()}
+    state = opt.init(params)
+    grads = {path: put(t, where[path]) for path, t in given.items()}
+    expected, _ = opt.update(grads, state, 0, params)
+    update = fmuon.compile(opt.update, "default")
+    (updates, _), (code,) = run_and_get_code(update, grads, state, 0, params)
+    for path in updates:
+        torch.testing.assert_close(updates[path].to_local(), expected[path].to_local())
+    found = re.findall(r"_c10d_functional\.(all_to_all|wait)|extern_kernels\.\w*(mm)\(", code)
+    return ["".join(names) for names in found]
+
+
+@pytest.mark.slow
+def test_in_generated_code_the_next_bucket_is_sent_before_this_one_is_waited_for():
+    for order in ranks.run(generated, 2, timeout=200):
+        assert order.count("all_to_all") == order.count("wait") == 6
+        assert order[:3] == ["all_to_all", "all_to_all", "wait"]
+        # While the second comes and the first is computed, nothing is waited for.
+        waits = [i for i, name in enumerate(order) if name == "wait"]
+        sends = [i for i, name in enumerate(order) if name == "all_to_all"]
+        # Sent: 1, 2, back 1, 3, back 2, back 3, in turn with the waits for 1, 2, back 1, ...
+        assert all(send < wait for send, wait in zip(sends[1:], waits, strict=False))
