@@ -554,9 +554,7 @@ class FMuon(Optimizer):
             self._steps[layout] = step if mode is None else compile_(step, mode)
         return self._steps[layout]
 
-    def _agree(
-        self, config: Muon, params: Mapping[str, tuple[int, Tensor, Label]]
-    ) -> None:
+    def _agree(self, config: Muon, params: Mapping[str, tuple[int, Tensor, Label]]) -> None:
         """Make sure that what ranks share is prepared, on all of them in the same step."""
         # Leaves that are a rank's own may come and go on it alone.
         shared = {path: p for path, (_, p, _) in params.items() if self._is_shared(p)}

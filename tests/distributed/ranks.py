@@ -100,8 +100,11 @@ class Ranks:
         time.sleep(0.2)
         return "silent, in\n" + Path(self.folder.name, f"stack.{rank}").read_text()
 
-    def end(self) -> None:
+    def end(self, patience: float = 0.0) -> None:
+        for connection in self.connections:
+            connection.close()
         for process in self.processes:
+            process.join(patience)
             process.kill()
         for process in self.processes:
             process.join()
@@ -134,7 +137,7 @@ def run_fresh(function, world, *arguments, timeout=60.0):
 @atexit.register
 def _end() -> None:
     while _worlds:
-        _worlds.popitem()[1].end()
+        _worlds.popitem()[1].end(GRACE)
 
 
 def _serve(rank: int, world: int, store: str, timeout: float, connection: Connection) -> None:

@@ -60,7 +60,9 @@ def sharded(kind, world):
     layers = [net.up, net.down, net.wide, net.out]
     if kind == "tp":
         grid = mesh_of((world // 2, 2), ("data", "tensor"))
-        parallelize_module(net, grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(
+            net, grid["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
         mesh, part, parts = grid["data"], grid["data"].get_local_rank(), world // 2
     else:
         mesh = mesh_of((world,)) if kind == "fsdp" else mesh_of((2, world // 2), ("copy", "shard"))
@@ -309,7 +311,9 @@ def resumed(kind, world, folder):
     return before, after
 
 
-@pytest.mark.parametrize(("kind", "world"), [("fsdp", 1), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 4)])
+@pytest.mark.parametrize(
+    ("kind", "world"), [("fsdp", 1), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 4)]
+)
 def test_a_distributed_checkpoint_loads_at_any_world_size_and_layout(checkpoint, kind, world):
     before, after = resumed(kind, world, checkpoint)
     expected, following = resumed("fsdp", 2, checkpoint)

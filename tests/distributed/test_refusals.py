@@ -9,7 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from layouts import R, S0, S1, mesh_of, put
+from layouts import S0, S1, R, mesh_of, put
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 

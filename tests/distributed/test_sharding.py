@@ -50,7 +50,10 @@ def blocks_of(shape, grid, splits, placements):
         lengths, starts = _compute_local_shape_and_global_offset(
             torch.Size(shape), grid, list(coordinate), placements
         )
-        yield leaf.block(coordinate), tuple((s, s + n) for s, n in zip(starts, lengths, strict=True))
+        yield (
+            leaf.block(coordinate),
+            tuple((s, s + n) for s, n in zip(starts, lengths, strict=True)),
+        )
 
 
 @given(cases())
@@ -61,7 +64,9 @@ def test_blocks_are_those_of_torch(case):
         assert ours == theirs or elements(ours) == prod(b - a for a, b in theirs) == 0
 
 
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(1, 6), st.integers(0, 1))
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(1, 6), st.integers(0, 1)
+)
 def test_blocks_of_a_cut_within_the_parts_of_another_are_those_of_torch(a, b, times, other, axis):
     shape = (a * b * times, other) if axis == 0 else (other, a * b * times)
     splits = Split(axis, minor=True), Split(axis)
