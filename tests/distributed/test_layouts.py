@@ -146,9 +146,17 @@ def test_nobody_has_more_than_his_share_of_the_work():
     assert max(flops) <= 4 / 3 * sum(flops) / 2
 
 
-@pytest.mark.parametrize("layout", ["column-wise", "hsdp", "ddp by group"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("column-wise", marks=pytest.mark.slow),
+        pytest.param("hsdp", marks=pytest.mark.slow),
+        "shard 0",
+        "ddp by group",
+    ],
+)
 def test_a_compiled_update_is_one_graph_with_the_same_result(layout):
-    world = 2 if layout == "ddp by group" else 4
+    world = 2 if layout in ("ddp by group", "shard 0") else 4
     check(ranks.run(five_steps, world, layout, False, {}, "aot_eager"), layout)
 
 

@@ -91,7 +91,7 @@ def local(tensor):
 
 
 def options(**changed):
-    fixed = {"lr": 0.02, "weight_decay": 0.1, "orthogonalize": PRECISE, "compile": False}
+    fixed = {"lr": 0.1, "weight_decay": 0.1, "orthogonalize": PRECISE, "compile": False}
     return {**fixed, **changed}
 
 
@@ -212,13 +212,13 @@ def own_leaves(rank, world):
     for step in range(4):
         shared.grad = shard(torch.randn(6, 4))
         grad = torch.randn(3, 5)
-        own.grad = grad if (step + rank) % 2 else None
+        own.grad = grad if rank == 1 or step > 1 else None
         optimizer.step()
     return float(optimizer.state[shared]["step"]), float(optimizer.state[own]["step"])
 
 
 def test_ranks_may_lack_gradients_of_leaves_of_their_own():
-    assert ranks.run(own_leaves, 2) == [(4, 2), (4, 2)]
+    assert ranks.run(own_leaves, 2) == [(4, 2), (4, 4)]
 
 
 def uneven_experts(rank, world):
@@ -257,6 +257,7 @@ def compiled_model(rank, world, kind):
     return {"grads": grads, **outcome(net, optimizer)}
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_in_one_process_with_one_graph():
     check(ranks.run(compiled_model, 2, "fsdp", timeout=200))
 
