@@ -9,6 +9,7 @@ and inside a graph alike.
 
 import hashlib
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
@@ -24,6 +25,7 @@ _MESHES: dict[Any, Mesh] = {}
 _GROUPS: dict[tuple[int, ...], str] = {}
 SHARDINGS: list[Sharding] = []
 _NUMBERS: dict[tuple[Any, ...], int] = {}
+_WORLD: list[Any] = []
 
 _UNPREPARED = (
     "a compiled update of sharded leaves needs process groups that are made before it is traced; "
@@ -66,8 +68,18 @@ def like(tensor: Tensor, leaf: Any) -> Any:
     )
 
 
+def _forget_ended() -> None:
+    """Forget the groups of a world that was destroyed, whose names may mean others by now."""
+    world = torch.distributed.group.WORLD if is_initialized() else None
+    if not _WORLD or _WORLD[0]() is not world:
+        _WORLD[:] = [(lambda: None) if world is None else weakref.ref(world)]
+        for known in (_MESHES, _GROUPS, _NUMBERS):
+            known.clear()
+
+
 def register(mesh: Any) -> Mesh:
     """What planning needs to know of a DeviceMesh or process group; not inside a trace."""
+    _forget_ended()
     if mesh in _MESHES:
         return _MESHES[mesh]
     import torch.distributed as dist

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from layouts import S0, S1, R, mesh_of, put
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 import fmuon
@@ -173,6 +174,49 @@ def test_a_compiled_update_without_preparation_says_what_to_call():
 
 def test_a_compiled_update_of_a_loaded_state_runs_after_preparation():
     assert ranks.run_fresh(unprepared, 2, True) == [(2, 6), (2, 6)]
+
+
+# ---- one process, two worlds ---------------------------------------------------------------------
+
+
+def second_life(rank, world, folder):
+    """The same update before and after the process groups are destroyed and made anew."""
+    found = []
+    for life in range(2):
+        if life:
+            dist.destroy_process_group()
+            store = dist.FileStore(f"{folder}/store", world)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+            # Names are given in turn, so that they mean other groups now.
+            dist.new_group([0, 1])
+        where = init_device_mesh("cpu", (2, 2)), [R, S0]
+        params = {"w": put(torch.arange(24.0).view(4, 6).sin(), where)}
+        opt = fmuon.muon(0.1)
+        updates, _ = opt.update(params, opt.init(params), 0, params)
+        found.append(updates["w"].to_local())
+    return found
+
+
+def test_groups_of_a_world_that_ended_are_forgotten(tmp_path):
+    for first, second in ranks.run_fresh(second_life, 4, str(tmp_path)):
+        assert torch.equal(first, second)
+
+
+# ---- clipping ------------------------------------------------------------------------------------
+
+
+def clipped(rank, world):
+    line = mesh_of((world,))
+    grads = {"a": draw((line, [S0])), "b": draw((line, [R]), (5, 3)), "c": torch.ones(3)}
+    tree, norm = fmuon.clip_by_global_norm(grads, 1.0)
+    local = {path: t.to_local() if hasattr(t, "to_local") else t for path, t in tree.items()}
+    return norm, {path: float(t.flatten()[0]) for path, t in local.items()}
+
+
+def test_the_global_norm_is_that_of_shards_and_plain_tensors_together():
+    for norm, entries in ranks.run(clipped, 2):
+        assert float(norm) == pytest.approx(42**0.5)
+        assert entries == pytest.approx(dict.fromkeys("abc", 42**-0.5))
 
 
 # ---- ranks that fail -----------------------------------------------------------------------------
