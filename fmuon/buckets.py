@@ -114,16 +114,20 @@ def plan(
     so every rank groups alike. Leaves that are shared among ranks are in buckets of their own; they
     are given to owners so that all have about as many `flops`.
     """
-    if max_stack_bytes is None:
-        sizes = [_bytes(leaf) for leaf in leaves]
-        thrifty = max(max(sizes, default=0) + sum(sizes) // 32, 2**20)
-        max_stack_bytes = thrifty if in_place else 2**28
-    return tuple(
-        _bucket(chunk, domain, owner_of, scale, max_stack_bytes)
-        for domain, group, owner_of in assigned(leaves, flops)
-        for connected in _connected(group)
-        for chunk in _chunks(connected, max_stack_bytes)
-    )
+    sizes: dict[Domain | None, list[int]] = defaultdict(list)
+    for leaf in leaves:
+        sizes[leaf.domain].append(_bytes(leaf))
+    buckets: list[Bucket] = []
+    for domain, group, owner_of in assigned(leaves, flops):
+        limit = max_stack_bytes
+        if limit is None:
+            # Other ranks may have more or less of leaves that they don't share.
+            thrifty = max(max(sizes[domain]) + sum(sizes[domain]) // 32, 2**20)
+            limit = thrifty if in_place else 2**28
+        for connected in _connected(group):
+            for chunk in _chunks(connected, limit):
+                buckets.append(_bucket(chunk, domain, owner_of, scale, limit))
+    return tuple(buckets)
 
 
 def assigned(

@@ -2,6 +2,7 @@
 """What is asked of gradients before they reach an update: their global norm, are they finite."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +21,13 @@ def global_norm(tree: Tree) -> Tensor:
     if not leaves:
         raise LeafError("grads: no leaf is a tensor, so there is no norm; pass gradients")
     dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
-    norms = [torch.linalg.vector_norm(leaf, dtype=dtype) for leaf in leaves]
+    norms = [_whole(torch.linalg.vector_norm(leaf, dtype=dtype)) for leaf in leaves]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+
+
+def _whole(norm: Any) -> Tensor:
+    # That of a sharded leaf is one too, and can't be combined with others.
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def clip_by_global_norm(tree: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]:

@@ -9,6 +9,7 @@ and inside a graph alike.
 
 import hashlib
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
@@ -24,6 +25,7 @@ _MESHES: dict[Any, Mesh] = {}
 _GROUPS: dict[tuple[int, ...], str] = {}
 SHARDINGS: list[Sharding] = []
 _NUMBERS: dict[tuple[Any, ...], int] = {}
+_WORLD: list[Any] = []
 
 _UNPREPARED = (
     "a compiled update of sharded leaves needs process groups that are made before it is traced; "
@@ -38,6 +40,11 @@ _UNPREPARED = (
 def is_sharded(leaf: Any) -> bool:
     """Whether a leaf is a DTensor."""
     return hasattr(leaf, "device_mesh")
+
+
+def is_initialized() -> bool:
+    """Whether this process is one of several."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def local(leaf: Any) -> Any:
@@ -61,8 +68,18 @@ def like(tensor: Tensor, leaf: Any) -> Any:
     )
 
 
+def _forget_ended() -> None:
+    """Forget the groups of a world that was destroyed, whose names may mean others by now."""
+    world = torch.distributed.group.WORLD if is_initialized() else None
+    if not _WORLD or _WORLD[0]() is not world:
+        _WORLD[:] = [(lambda: None) if world is None else weakref.ref(world)]
+        for known in (_MESHES, _GROUPS, _NUMBERS):
+            known.clear()
+
+
 def register(mesh: Any) -> Mesh:
     """What planning needs to know of a DeviceMesh or process group; not inside a trace."""
+    _forget_ended()
     if mesh in _MESHES:
         return _MESHES[mesh]
     import torch.distributed as dist
@@ -70,15 +87,15 @@ def register(mesh: Any) -> Mesh:
     if isinstance(mesh, dist.ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(mesh))
         found = Mesh((len(ranks),), ranks, (ranks.index(dist.get_rank()),))
-        _GROUPS.setdefault(tuple(sorted(ranks)), mesh.group_name)
+        _keep_group(mesh)
     elif hasattr(mesh, "get_coordinate"):
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise ConfigurationError(f"{mesh}: rank {dist.get_rank()} is not part of it")
         ranks = tuple(mesh.mesh.flatten().tolist())
         found = Mesh(tuple(mesh.mesh.shape), ranks, tuple(coordinate))
-        if len(found.shape) == 1:
-            _GROUPS.setdefault(tuple(sorted(ranks)), mesh.get_group().group_name)
+        for dim in range(len(found.shape)):
+            _keep_group(mesh.get_group(dim))
     else:
         raise ConfigurationError(f"mesh={mesh!r}: give a DeviceMesh or a process group")
     _MESHES[mesh] = found
@@ -132,8 +149,21 @@ def _sharding_of(
 # ---- groups --------------------------------------------------------------------------------------
 
 
+def _keep_group(group: Any) -> None:
+    import torch.distributed as dist
+
+    ranks = tuple(dist.get_process_group_ranks(group))
+    # The members of an exchange are in the order of their ranks.
+    if ranks == tuple(sorted(ranks)):
+        _GROUPS.setdefault(ranks, group.group_name)
+
+
 def make_group(ranks: Sequence[int]) -> None:
-    """Have a process group of some ranks, all of which call this."""
+    """Have a process group of some ranks, all of which call this.
+
+    Ranks that share any group make all of theirs in one order, and one at a time each: torch names
+    such a group after how many its ranks have made already.
+    """
     import torch.distributed as dist
 
     ranks = tuple(sorted(ranks))

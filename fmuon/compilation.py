@@ -5,13 +5,15 @@ import functools
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fmuon.base import FMuonError
+from fmuon.collectives import is_initialized
 from fmuon.tree import map_tensors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -22,6 +24,9 @@ _SCALARS = frozenset({"step", "lr", "weight_decay", "momentum", "betas", "eps"})
 # Loops that share only a few scalars don't belong in one kernel on a CPU, which launches nothing:
 # such a kernel keeps the results of a bucket alive until those of later ones are there.
 _ON_CPU: dict[str, Any] = {"score_fusion_memory_threshold": 4096}
+# Inductor would wait for every collective right after it was issued, which leaves nothing to do
+# while leaves are on their way.
+_DISTRIBUTED: dict[str, Any] = {"reorder_for_peak_memory": False}
 
 
 def compile(
@@ -55,15 +60,17 @@ def compile(
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor import list_mode_options
 
-    options: dict[str, Any] | None = None
+    options: dict[str, Any] = {}
     if backend == "inductor":
         options = list_mode_options(mode) | ({} if torch.accelerator.is_available() else _ON_CPU)
+        options |= _DISTRIBUTED if is_initialized() else {}
+    graphs = bool(options.get("triton.cudagraphs"))
+    options["guard_filter_fn"] = _needed_guards
     compiled = torch.compile(
         _own_code(function), fullgraph=True, dynamic=False, backend=backend, options=options
     )
     signature = inspect.signature(function)
     keywords = [p.name for p in signature.parameters.values() if p.kind is p.VAR_KEYWORD]
-    graphs = bool(options and options.get("triton.cudagraphs"))
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -102,6 +109,14 @@ def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
     call.__code__ = call.__code__.replace()
     return call
+
+
+def _needed_guards(guards: Sequence[Any]) -> list[bool]:
+    """Without those that two DTensors have one object as placement; they are guarded by value."""
+    return [
+        guard.guard_type != "DUPLICATE_INPUT" or not re.search(r"\.placements\b", guard.name)
+        for guard in guards
+    ]
 
 
 def _own_error(error: BaseException) -> FMuonError | None:

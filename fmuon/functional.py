@@ -127,7 +127,7 @@ class Muon(Configuration):
             for path, spec in signature(leaves)
             if spec is not None and assignments[path].label != "frozen"
         }
-        groups: set[tuple[int, ...]] = set()
+        groups: list[tuple[int, ...]] = []
         described: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for path, spec in sorted(specs.items()):
             label = assignments[path].label
@@ -135,13 +135,13 @@ class Muon(Configuration):
             if mesh is None:
                 continue
             ranks = tuple(sorted(mesh.ranks))
-            groups.add(ranks)
+            groups.append(ranks)
             splits = None if spec.sharding is None else spec.sharding.splits
             described[ranks].append(f"{path}: {spec.shape} {spec.dtype} {splits} {label}")
             if isinstance(label, Matrix) and 0 not in spec.shape:
                 domain = matrix_leaf(self, path, label, spec, torch.float32).domain
-                groups |= set() if domain is None else {domain.parts, tuple(sorted(domain.copies))}
-        for ranks in sorted(groups):
+                groups += () if domain is None else (domain.parts, domain.copies)
+        for ranks in groups:
             make_group(ranks)
         for ranks, lines in described.items():
             options = f"{self.orthogonalize} {self.max_stack_bytes} {self.missing} {self.nonfinite}"

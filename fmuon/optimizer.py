@@ -128,6 +128,7 @@ class FMuon(Optimizer):
         self._config = _with_ratios(configuration_of(muon(**options)))
         self._compile = compile
         self._steps: dict[_Layout, Callable[..., None]] = {}
+        self._agreed: set[tuple[tuple[str, Label], ...]] = set()
         self._metrics: dict[str, Tensor] = {}
         if not (compile == "auto" or compile is False or isinstance(compile, str)):
             raise ConfigurationError(f"compile={compile!r}: give 'auto', False, or a mode")
@@ -548,10 +549,19 @@ class FMuon(Optimizer):
         config = replace(self._config, labels=labels, auxiliary=_unscaled(self._config))
         layout = _Layout(config, members)
         if layout not in self._steps:
-            config.prepare({path: parameter for path, (_, parameter, _) in params.items()})
+            self._agree(config, params)
             step, mode = _in_place_step(layout), self._mode(params)
             self._steps[layout] = step if mode is None else compile_(step, mode)
         return self._steps[layout]
+
+    def _agree(self, config: Muon, params: Mapping[str, tuple[int, Tensor, Label]]) -> None:
+        """Make sure that what ranks share is prepared, on all of them in the same step."""
+        # Leaves that are a rank's own may come and go on it alone.
+        shared = {path: p for path, (_, p, _) in params.items() if self._is_shared(p)}
+        labels = tuple((path, params[path][2]) for path in shared)
+        if labels and labels not in self._agreed:
+            replace(config, labels=labels).prepare(shared)
+            self._agreed.add(labels)
 
     def _is_mixed(self, group: Mapping[str, Any]) -> bool:
         """Whether the values of a group are those of matrices, not of a rule."""
@@ -795,7 +805,12 @@ class FMuon(Optimizer):
         if not any("differentiable" in foreign.defaults for foreign in self._foreign.values()):
             self.defaults.pop("differentiable", None)
         # What a copy or a pickle doesn't have, and a loaded optimizer keeps.
-        for name, empty in (("_steps", {}), ("_metrics", {}), ("_guessed", [])):
+        for name, empty in (
+            ("_steps", {}),
+            ("_metrics", {}),
+            ("_guessed", []),
+            ("_agreed", set()),
+        ):
             self.__dict__.setdefault(name, empty)
 
 

@@ -392,20 +392,28 @@ def matrix_leaf(
     if sharding is None and config.mesh is not None:
         sharding = Sharding(spec.shape, config.mesh, (None,) * len(config.mesh.shape))
     view = label.view(path, spec.shape)
+    if sharding is not None and sharding.domain is not None:
+        _check_shared(config, path, sharding)
     if sharding is not None:
         stack_axes = view.order[: len(view.order) - len(view.row_axes) - len(view.column_axes)]
         sharding = sharding.within(stack_axes)
         view = label.view(path, sharding.shape)
     if sharding is None or sharding.domain is None:
         return MatrixLeaf(path, view, dtype, spec.device)
-    for option in ("second_moment", "adaptive", "metrics"):
-        if getattr(config, option):
+    return MatrixLeaf(path, view, dtype, spec.device, sharding)
+
+
+def _check_shared(config: Configuration, path: str, sharding: Sharding) -> None:
+    """Refuse options that a leaf which several ranks share, or have parts of, can't be given."""
+    options = {name: getattr(config, name) for name in ("second_moment", "adaptive")}
+    options["metrics"] = tuple(name for name in config.metrics if name != SKIPPED)
+    options["differentiable"] = config.differentiable
+    for option, value in options.items():
+        if value:
             raise ConfigurationError(
                 f"{path!r} is shared among the ranks {sorted(sharding.mesh.ranks)}, and "
-                f"{option}={getattr(config, option)!r} needs whole leaves on every rank; set it to "
-                f"its default"
+                f"{option}={value!r} needs whole leaves on every rank; set it to its default"
             )
-    return MatrixLeaf(path, view, dtype, spec.device, sharding)
 
 
 def _stored(sources: Sequence[tuple[str | None, str, Signature]], missed: Specs) -> dict[str, Held]:

@@ -145,12 +145,12 @@ def _along(mesh: Mesh, dims: tuple[int, ...]) -> Mesh:
 
 @functools.cache
 def _domain(mesh: Mesh, split_dims: tuple[int, ...], replica_dims: tuple[int, ...]) -> "Domain":
-    own = mesh.ranks[mesh.index(mesh.coordinate)]
-    copies = mesh.members(replica_dims)
+    rows = [replace(mesh, coordinate=place) for place in mesh.places(replica_dims)]
     ranks = tuple(
-        tuple(replace(mesh, coordinate=place).members(split_dims)) for place in copies.values()
+        tuple(mesh.ranks[mesh.index(place)] for place in row.places(split_dims)) for row in rows
     )
-    copy = list(copies).index(own)
+    own = mesh.ranks[mesh.index(mesh.coordinate)]
+    copy = next(index for index, row in enumerate(ranks) if own in row)
     return Domain(ranks, copy, ranks[copy].index(own))
 
 
@@ -159,7 +159,8 @@ class Domain:
     """Ranks that share the work for some leaves, as one of them sees it.
 
     Attributes:
-        ranks: one row per replica: the ranks that hold a leaf between them, its shard group.
+        ranks: one row per replica: the ranks that hold a leaf between them, its shard group. In
+            the order of the mesh, which need not count its ranks in order.
         copy, part: the row and the place in it of this rank.
     """
 
@@ -169,18 +170,18 @@ class Domain:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The shard group of this rank."""
-        return self.ranks[self.copy]
+        """The shard group of this rank, by rank."""
+        return tuple(sorted(self.ranks[self.copy]))
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """Its replica group: the ranks that hold the same part of a leaf."""
-        return tuple(row[self.part] for row in self.ranks)
+        """Its replica group, by rank: those that hold the same part of a leaf."""
+        return tuple(sorted(row[self.part] for row in self.ranks))
 
     @property
     def workers(self) -> int:
         """How many ranks there are; worker w is in copy w mod copies."""
-        return len(self.ranks) * len(self.parts)
+        return len(self.ranks) * len(self.ranks[0])
 
     def owned_by(self, worker: int) -> tuple[int, int]:
         """(copy, part) of a worker: neighbours in the list are in different replicas."""
@@ -221,23 +222,20 @@ class Exchange:
 def exchange(domain: Domain, leaves: Sequence[Sharding], owners: Sequence[int]) -> Exchange:
     """The exchange of some leaves that have the same domain; owners are its workers."""
     places = [domain.owned_by(owner) for owner in owners]
-
-    def of(copy: int, part: int) -> tuple[int, ...]:
-        return tuple(i for i, place in enumerate(places) if place == (copy, part))
-
-    sent = tuple(of(domain.copy, part) for part in range(len(domain.parts)))
-    owned = sent[domain.part]
-    return Exchange(
-        Groups(domain.parts, domain.copies, domain.part, domain.copy),
-        tuple(leaf.local_shape for leaf in leaves),
-        owned,
-        sent,
-        tuple(leaves[i].parts() for i in owned),
-        tuple(
-            tuple(i for i, place in enumerate(places) if place[0] == copy)
-            for copy in range(len(domain.copies))
-        ),
+    row, column = domain.ranks[domain.copy], [other[domain.part] for other in domain.ranks]
+    own = row[domain.part]
+    sent = tuple(
+        tuple(i for i, place in enumerate(places) if place == (domain.copy, row.index(rank)))
+        for rank in domain.parts
     )
+    copied = tuple(
+        tuple(i for i, place in enumerate(places) if place[0] == column.index(rank))
+        for rank in domain.copies
+    )
+    groups = Groups(domain.parts, domain.copies, domain.parts.index(own), domain.copies.index(own))
+    owned = sent[groups.part]
+    shapes = tuple(leaf.local_shape for leaf in leaves)
+    return Exchange(groups, shapes, owned, sent, tuple(leaves[i].parts() for i in owned), copied)
 
 
 def _shape(block: Block) -> tuple[int, ...]:

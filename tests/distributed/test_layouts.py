@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every layout beside one process: the same result, the same work in all, the planned messages."""
+
+import functools
+import re
+
+import pytest
+import ranks
+import torch
+from layouts import (
+    GRIDS,
+    Calls,
+    assembled,
+    inputs,
+    located,
+    option_mesh,
+    options,
+    put,
+    shapes_of,
+    where_of,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+import fmuon
+from fmuon.call import Call
+from fmuon.functional import configuration_of
+
+TOLERANCE = 2e-6
+CASES = [
+    *((name, world) for name, (shapes, _) in GRIDS.items() for world in shapes),
+    *((name, world) for name in ("ddp by group", "ddp by mesh", "experts") for world in (2, 3, 4)),
+    *((name, 4) for name in ("ddp by grid", "experts, copied", "mixed", "ranks out of order")),
+]
+
+
+def planned(config, grads, state, params, in_place):
+    """The collectives of a step by what its plan says."""
+    call = Call(config, grads, state, 0, params, betas=None, present=None, found_inf=None)
+    plan = call._plan(in_place)
+    counts = {"all_reduce": len(plan.shared)}
+
+    def add(name, times):
+        counts[name] = counts.get(name, 0) + times
+
+    for bucket in plan.groups:
+        exchange = getattr(bucket, "exchange", None)
+        if exchange is None:
+            continue
+        if len(exchange.domain.parts) > 1:
+            add("all_to_all_single", 2)
+        if len(exchange.domain.copies) > 1:
+            sizes = {
+                sum(torch.Size(exchange.shapes[i]).numel() for i in group)
+                for group in exchange.copied
+            }
+            add("all_gather_into_tensor" if len(sizes) == 1 else "all_to_all_single", 1)
+    counts["wait_tensor"] = sum(counts.values())
+    return {name: count for name, count in counts.items() if count}
+
+
+def five_steps(rank, world, layout, in_place, changed, compiled=False):
+    """Parts of the params and of the momentum, flops and collectives of one step on this rank."""
+    plain, given = inputs(shapes_of(layout))
+    where = {path: where_of(layout, world, path, t.shape) for path, t in plain.items()}
+    opt = fmuon.muon(**options(**changed), mesh=option_mesh(layout, world))
+    params = {path: put(t, where[path]) for path, t in plain.items()}
+    state = opt.init(params)
+    update = fmuon.compile(opt.update, backend=compiled) if compiled else opt.update
+    for step, tensors in enumerate(given):
+        grads = {path: put(t, where[path]) for path, t in tensors.items()}
+        calls, flops = Calls(), FlopCounterMode(display=False)
+        config = configuration_of(opt)
+        expected = planned(config, grads, state, params, in_place)
+        if compiled:
+            with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+                updates, state = update(grads, state, step, params)
+            params = fmuon.apply_updates(params, updates)
+            continue
+        with calls, flops:
+            if in_place:
+                fmuon.update_(opt, params, grads, state, step)
+            else:
+                updates, state = update(grads, state, step, params)
+                params = fmuon.apply_updates(params, updates)
+    return {
+        "params": {path: located(t) for path, t in params.items()},
+        "momentum": {path: located(t) for path, t in state["momentum"].items()},
+        "flops": flops.get_total_flops(),
+        "calls": calls.counts,
+        "planned": expected,
+    }
+
+
+@functools.cache
+def one_process(kind, **changed):
+    start, given = inputs(shapes_of(kind))
+    opt = fmuon.muon(**options(**changed))
+    params, state = start, opt.init(start)
+    for step, grads in enumerate(given):
+        with FlopCounterMode(display=False) as flops:
+            updates, state = opt.update(grads, state, step, params)
+            params = fmuon.apply_updates(params, updates)
+    return start, params, state["momentum"], flops.get_total_flops()
+
+
+def check(results, layout, **changed):
+    start, params, momentum, _ = one_process(layout, **changed)
+    for path, expected in params.items():
+        whole = assembled(expected.shape, [result["params"][path] for result in results])
+        moved = (expected - start[path]).norm()
+        assert (whole - expected).norm() <= TOLERANCE * moved, path
+    for path, expected in momentum.items():
+        whole = assembled(expected.shape, [result["momentum"][path] for result in results])
+        assert (whole - expected).norm() <= TOLERANCE * expected.norm(), path
+
+
+@pytest.mark.parametrize(("layout", "world"), CASES)
+@pytest.mark.parametrize("in_place", [False, True], ids=["new", "in place"])
+def test_every_layout_does_what_one_process_does(layout, world, in_place):
+    results = ranks.run(five_steps, world, layout, in_place, {})
+    check(results, layout)
+    for result in results:
+        assert result["calls"] == result["planned"]
+    if layout != "mixed":
+        # In a mixed tree the plain leaves are everyone's own.
+        assert sum(result["flops"] for result in results) == one_process(layout)[-1]
+
+
+@pytest.mark.parametrize("layout", ["shard 0", "hsdp", "column-wise", "ddp by group", "mixed"])
+def test_many_small_buckets_in_flight_do_the_same(layout):
+    changed = {"max_stack_bytes": 1}
+    results = ranks.run(five_steps, 4, layout, False, changed)
+    check(results, layout, **changed)
+    assert results[0]["calls"] == results[0]["planned"]
+    assert sum(results[0]["calls"].values()) > 12
+
+
+def test_experts_sharded_on_the_stack_axis_need_no_exchange():
+    for result in ranks.run(five_steps, 2, "experts", False, {"missing": "zero"}):
+        assert result["calls"] == {}
+
+
+def test_nobody_has_more_than_his_share_of_the_work():
+    results = ranks.run(five_steps, 2, "ddp by group", False, {})
+    flops = [result["flops"] for result in results]
+    assert max(flops) <= 4 / 3 * sum(flops) / 2
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("column-wise", marks=pytest.mark.slow),
+        pytest.param("hsdp", marks=pytest.mark.slow),
+        "shard 0",
+        "ddp by group",
+    ],
+)
+def test_a_compiled_update_is_one_graph_with_the_same_result(layout):
+    world = 2 if layout in ("ddp by group", "shard 0") else 4
+    check(ranks.run(five_steps, world, layout, False, {}, "aot_eager"), layout)
+
+
+# ---- the order of messages and arithmetic --------------------------------------------------------
+
+
+def generated(rank, world):
+    """The collectives and products of the code that inductor makes of an update, in order."""
+    from torch._inductor.utils import run_and_get_code
+
+    shapes = {"a": (16, 8), "b": (12, 8), "c": (10, 6)}
+    plain, (given,) = inputs(shapes, 1)
+    where = {path: where_of("shard 0", world, path, shape) for path, shape in shapes.items()}
+    opt = fmuon.muon(0.1, missing="zero", orthogonalize=fmuon.NewtonSchulz(steps=1))
+    params = {path: put(t, where[path]) for path, t in plain.items()}
+    state = opt.init(params)
+    grads = {path: put(t, where[path]) for path, t in given.items()}
+    expected, _ = opt.update(grads, state, 0, params)
+    update = fmuon.compile(opt.update, "default")
+    (updates, _), (code,) = run_and_get_code(update, grads, state, 0, params)
+    for path in updates:
+        torch.testing.assert_close(updates[path].to_local(), expected[path].to_local())
+    call = r"^ +(?:\w+ = )?(?:torch\.ops\.)?_c10d_functional\.(all_to_all|wait)_\w+\.default\("
+    products = r"^ +extern_kernels\.\w*(mm)\("
+    found = re.findall(f"{call}|{products}", code, re.MULTILINE)
+    return ["".join(names) for names in found]
+
+
+@pytest.mark.slow
+def test_in_generated_code_the_next_bucket_is_sent_before_this_one_is_waited_for():
+    for order in ranks.run(generated, 2, timeout=200):
+        # Of three buckets: send 1, send 2, wait 1, return 1, send 3, wait 2, return 2, and so on.
+        messages = [name for name in order if name != "mm"]
+        assert "".join(name[0] for name in messages) == "aawaawawwaww"
+    # The rank that computes the second and the third does it while messages are on their way.
+    assert "".join(name[0] for name in order) == "aawaawmmmawwmmmaww"
