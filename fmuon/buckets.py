@@ -181,10 +181,10 @@ def _connected(leaves: Sequence[MatrixLeaf]) -> list[list[MatrixLeaf]]:
 
 def _chunks(leaves: Sequence[MatrixLeaf], max_bytes: int) -> list[list[MatrixLeaf]]:
     chunks: list[list[MatrixLeaf]] = []
-    used = max_bytes
+    used = 0
     for leaf in leaves:
         size = _bytes(leaf)
-        if used + size > max_bytes:
+        if not chunks or used + size > max_bytes:
             chunks.append([])
             used = 0
         chunks[-1].append(leaf)

@@ -53,14 +53,14 @@ MUTANTS = [
     Mutant("buckets", "wide.mT if piece.tall else wide", "wide", FORMULA),
     Mutant("buckets", "for start in range(0, len(blocks), width)", "for start in reversed(range(0, len(blocks), width))", BLOCKS),
     Mutant("buckets", "scale, _length(piece.rows), _length(piece.columns)", "scale, _length(piece.columns), _length(piece.rows)", FORMULA),
-    Mutant("buckets", "if used + size > max_bytes", "if used > max_bytes", "test_buckets.py"),
+    Mutant("buckets", "or used + size > max_bytes", "or used > max_bytes", "test_buckets.py"),
     # Rules.
     Mutant("auxiliary", "denominator = root(nu / debias(b2, t).to(nu.dtype) + rule.eps_root) + eps.to(nu.dtype)", "denominator = root(nu / debias(b2, t).to(nu.dtype) + eps.to(nu.dtype))", RULES),
     Mutant("auxiliary", "nu / debias(b2, t).to(nu.dtype)", "nu", RULES),
     Mutant("auxiliary", "eps, nesterov=True)", "eps)", "test_functional.py::test_nadamw_and_lion_follow_the_formulas"),
     Mutant("auxiliary", "slots[\"mu\"], grad, betas[1])", "slots[\"mu\"], grad, betas[0])", "test_functional.py::test_nadamw_and_lion_follow_the_formulas"),
     # The step: decay, counts, masks, purity.
-    Mutant("functional", "c = call.masked(-call.rate(group) * decay, group.paths)", "c = call.masked(-decay, group.paths)", FORMULA),
+    Mutant("functional", "c = (-call.rate(group) * decay)", "c = (-decay)", FORMULA),
     Mutant("functional", "new[\"missed\"][path] = state[\"missed\"][path] + 1", "pass", "test_functional.py::test_a_leaf_skipped_a_thousand_times_starts_like_a_fresh_one"),
     Mutant("functional", "call.masked(new, paths, moment).unbind()", "new.unbind()", "test_functional.py::test_present_false_is_none_and_true_is_plain"),
     Mutant("functional", "new.permute(order).clone(memory_format=torch.contiguous_format)", "new.permute(order).contiguous()", "test_functional.py::test_every_leaf_of_the_state_owns_its_memory"),
@@ -80,10 +80,19 @@ MUTANTS = [
     Mutant("planning", "tuple(map(operator.index, leaf.shape))", "tuple(leaf.shape)", "test_compiled.py::test_shapes_that_dynamo_holds_to_be_symbolic_are_fixed"),
     Mutant("compilation", "call.__code__ = call.__code__.replace()", "pass", "test_compiled.py::test_twelve_optimizers_in_one_process"),
     # The shim.
-    Mutant("optimizer", "added[\"lr\"] = added[\"lr\"].clone()", "pass", "test_optimizer.py::test_a_shared_tensor_lr_is_cloned_per_group"),
+    Mutant("optimizer", "group[\"lr\"] = group[\"lr\"].clone()", "pass", "test_optimizer.py::test_a_shared_tensor_lr_is_cloned_per_group"),
     Mutant("optimizer", "phantom = not self.state and self._is_phantom(params)", "phantom = False", "test_optimizer.py::test_the_phantom_step_of_distributed_checkpoints_only_creates_state"),
     Mutant("optimizer", "ordered = self._matched(state_dict, {name: c for name, c in changes.items() if c})", "ordered = state_dict", "test_optimizer.py::test_another_order_of_parameters_never_swaps_buffers"),
-    Mutant("optimizer", "torch._foreach_add_(counts, 1)", "pass", STEPS),
+    Mutant("optimizer", "[missed[m.path] for m in members], 1)", "[missed[m.path] for m in members], 0)", STEPS),
+    # Steps that are not finite, metrics, foreign optimizers, sharded leaves.
+    Mutant("call", "return torch.where(self.present[path].to(update.device), update, -0.0)", "return torch.where(self.present[path].to(update.device), update, 0.0)", "test_nonfinite.py::test_a_step_that_is_not_finite_leaves_every_bit_as_it_was"),
+    Mutant("call", "finite = own if finite is None else own & finite.to(own.device)", "finite = own", "test_nonfinite.py::test_found_inf_and_what_the_gradients_say_are_joined"),
+    Mutant("call", "value = torch.where(self.present[path].to(value.device), value, old)", "pass", "test_metrics.py::test_a_leaf_that_sits_out_keeps_its_values"),
+    Mutant("metrics", "/ math.sqrt(side)", "/ side", "test_metrics.py::test_each_is_what_it_says_of_the_update"),
+    Mutant("foreign", "own |= share.values", "pass", "test_foreign.py::test_its_own_learning_rate_becomes_a_ratio_that_schedulers_keep"),
+    Mutant("optimizer", "return [{**group, \"param_names\": list(group[\"params\"])} for group in saved]", "return list(saved)", "test_optimizer.py::test_a_distributed_checkpoint_in_another_order_never_swaps_buffers"),
+    Mutant("sharding", "len(major_first) if split.minor else 0", "0", "distributed/test_sharding.py"),
+    Mutant("sharding", "size = -(-(stop - start) // self.mesh.shape[dim])", "size = (stop - start) // self.mesh.shape[dim]", "distributed/test_sharding.py"),
 ]  # fmt: skip
 
 
