@@ -792,9 +792,10 @@ class FMuon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and deepcopy keep: torch's part and the options, labels if they can be."""
-        labels = self._config.labels
+        labels = self._config.labels if _can_be_pickled(self._config.labels) else None
         return super().__getstate__() | {
-            "_config": replace(self._config, labels=labels if _can_be_pickled(labels) else None),
+            # A mesh belongs to the process that made it: a copy does all the work itself.
+            "_config": replace(self._config, labels=labels, mesh=None),
             "_compile": self._compile,
             "_foreign": self._foreign,
         }

@@ -537,6 +537,22 @@ def test_pickle_and_deepcopy_keep_training():
     assert pickled.param_groups[-1]["rules"] == ["muon"]
 
 
+def test_copies_do_not_share_work_with_other_ranks(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = Model()
+        optimizer = make(model, mesh=torch.distributed.group.WORLD)
+        train(model, optimizer, 1)
+        copied_model, copied = pickle.loads(pickle.dumps((model, optimizer)))
+    finally:
+        torch.distributed.destroy_process_group()
+    for m, o in ((model, make(model)), (copied_model, copied)):
+        o.load_state_dict(optimizer.state_dict())
+        train(m, o, 2, start=1)
+    assert_same_bits(tensors(copied_model), tensors(model))
+
+
 def test_gradient_scaler_with_an_overflow_leaves_everything_alone():
     model = Model()
     optimizer = make(model)
