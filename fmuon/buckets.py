@@ -18,7 +18,7 @@ from fmuon.base import Stack, View
 from fmuon.scaling import ScaleRule
 from fmuon.sharding import Domain, Exchange, Sharding, balanced, exchange
 
-SMALL = 2**16
+SMALL = 2**13
 """Elements up to which leaves of one shape are stacked for pointwise work."""
 
 
@@ -107,7 +107,7 @@ def plan(
     """Group leaves into buckets whose stacks are as large as `max_stack_bytes` allows.
 
     None is 2^28 for results in memory of their own; in place, where the stacks are most of what a
-    step needs, it is the largest leaf and a 32nd of them all, but not less than 2^20: below that
+    step needs, it is the largest leaf and a 32nd of them all, but not less than 2^19: below that
     batches are too small to be fast.
 
     The grouping depends on paths, shapes, dtypes and devices only, not on the order of the leaves,
@@ -122,7 +122,7 @@ def plan(
         limit = max_stack_bytes
         if limit is None:
             # Other ranks may have more or less of leaves that they don't share.
-            thrifty = max(max(sizes[domain]) + sum(sizes[domain]) // 32, 2**20)
+            thrifty = max(max(sizes[domain]) + sum(sizes[domain]) // 32, 2**19)
             limit = thrifty if in_place else 2**28
         for connected in _connected(group):
             for chunk in _chunks(connected, limit):

@@ -23,7 +23,8 @@ _SCALARS = frozenset({"step", "lr", "weight_decay", "momentum", "betas", "eps"})
 
 # Loops that share only a few scalars don't belong in one kernel on a CPU, which launches nothing:
 # such a kernel keeps the results of a bucket alive until those of later ones are there.
-_ON_CPU: dict[str, Any] = {"score_fusion_memory_threshold": 4096}
+# Nor are buffers kept until their size is needed again.
+_ON_CPU: dict[str, Any] = {"score_fusion_memory_threshold": 4096, "allow_buffer_reuse": False}
 # Inductor would wait for every collective right after it was issued, which leaves nothing to do
 # while leaves are on their way.
 _DISTRIBUTED: dict[str, Any] = {"reorder_for_peak_memory": False}

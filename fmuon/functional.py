@@ -583,7 +583,7 @@ def muon(
             updates are zero, and state and counts as if the step had not been made, decided on the
             device.
         max_stack_bytes: how much of the matrices is copied into stacks at a time; None is 2^28 for
-            `update`, and for `update_` the largest leaf and a 32nd of them all, or 2^20.
+            `update`, and for `update_` the largest leaf and a 32nd of them all, or 2^19.
         differentiable: keep the autograd graph through the update.
 
     Returns:
