@@ -15,7 +15,7 @@ from fmuon.auxiliary import Rule
 from fmuon.base import ConfigurationError, State, StateError, Tree
 from fmuon.buckets import Bucket
 from fmuon.clipping import all_finite
-from fmuon.collectives import all_reduced, local, register_meshes
+from fmuon.collectives import anywhere, everywhere, local, register_meshes
 from fmuon.metrics import METRICS, SKIPPED, metric_key
 from fmuon.planning import (
     MOMENTUM,
@@ -133,13 +133,10 @@ class Call:
         """Whether any rank has a gradient, for leaves that several share."""
         found: dict[str, Tensor] = {}
         for ranks, paths, device in plan.shared if self.config.missing == "skip" else ():
-            own = [
-                torch.full((), self.grads[path] is not None, device=device)
-                & self.present.get(path, torch.ones((), dtype=torch.bool)).to(device)
-                for path in paths
-            ]
-            anywhere = all_reduced(torch.stack(own).to(torch.float32), "max", ranks) > 0
-            found |= dict(zip(paths, anywhere.unbind(), strict=True))
+            here = torch.tensor([self.grads[path] is not None for path in paths], device=device)
+            flags = self._flags(paths)
+            here = here if flags is None else here & flags.to(device)
+            found |= dict(zip(paths, anywhere(here, ranks, device).unbind(), strict=True))
         return found
 
     def _is_finite(self, plan: Plan) -> Tensor | None:
@@ -147,16 +144,12 @@ class Call:
         finite = None if self.found_inf is None else self.found_inf == 0
         if self.config.nonfinite == "skip":
             grads = {path: self.grads[path] for path in self.state["missed"]}
-            own = all_finite(
-                torch.where(self.present[path], grad, 0) if path in self.present else grad
-                for path, grad in grads.items()
-                if grad is not None
-            )
+            own = all_finite(self._seen(g, path) for path, g in grads.items() if g is not None)
             finite = own if finite is None else own & finite.to(own.device)
         if finite is None:
             return None
         for ranks, _, device in plan.shared:
-            finite = all_reduced(finite.to(device, torch.float32), "min", ranks) > 0
+            finite = everywhere(finite, ranks, device)
         return finite
 
     def _plan(self, in_place: bool) -> Plan:
@@ -196,8 +189,7 @@ class Call:
         inherited = self.given.get("weight_decay", self.config.weight_decay)
         if not all(is_zero(decay) for decay in (inherited, *own)):
             return "weight decay", "set weight_decay=0"
-        asked = [name for name in self.config.metrics if name != SKIPPED]
-        reading = [name for name in asked if METRICS[name].needs_params]
+        reading = [name for name in self.config.metrics if METRICS[name].needs_params]
         return (f"the metric {reading[0]!r}", "leave it out") if reading else None
 
     # ---- scalars ---------------------------------------------------------------------------------
@@ -247,11 +239,21 @@ class Call:
 
     def masked(self, new: Tensor, paths: Sequence[str], old: Tensor) -> Tensor:
         """The new stack, but the old one for leaves whose gradient is not present."""
+        here = self._flags(paths)
+        return new if here is None else torch.where(spread(here.to(new.device), new), new, old)
+
+    def _flags(self, paths: Sequence[str]) -> Tensor | None:
+        """Whether the gradients of some leaves are present, [k]; None where nothing says it."""
         if not any(path in self.present for path in paths):
-            return new
+            return None
         always = torch.ones((), dtype=torch.bool, device=self.step.device)
-        here = torch.stack([self.present.get(path, always) for path in paths])
-        return torch.where(spread(here.to(new.device), new), new, old)
+        return torch.stack([self.present.get(path, always) for path in paths])
+
+    def _seen(self, grad: Tensor, path: str) -> Tensor:
+        """A gradient, zero where it is not present."""
+        if path not in self.present:
+            return grad
+        return torch.where(self.present[path].to(grad.device), grad, 0)
 
     def moved(self, update: Tensor, path: str) -> Tensor:
         """The update of a leaf, zero where its gradient is not present."""
@@ -273,9 +275,8 @@ class Call:
         if SKIPPED not in self.config.metrics:
             return {}
         count = self.state.get("metrics", {}).get(metric_key(SKIPPED), torch.zeros(()))
-        if self.finite is not None:
-            count = count + self.finite.logical_not().to(count.device)
-        return {metric_key(SKIPPED): count}
+        finite = torch.ones_like(count) if self.finite is None else self.finite.to(count.device)
+        return {metric_key(SKIPPED): METRICS[SKIPPED].compute(count, finite)}
 
     def flagged(self, plan: Plan) -> list[str]:
         """Leaves with a gradient whose presence a flag decides."""
@@ -293,10 +294,8 @@ class Call:
         grad = self.grads[path]
         if grad is None:
             return torch.zeros_like(like)
-        if self.config.differentiable and path in self.present:
-            # What comes of a NaN is thrown away, but its derivative would still be NaN.
-            return torch.where(self.present[path].to(grad.device), grad, 0)
-        return grad
+        # What comes of a NaN is thrown away, but its derivative would still be NaN.
+        return self._seen(grad, path) if self.config.differentiable else grad
 
     def weights(self, group: Group) -> list[Tensor]:
         """The params of a group; planning has checked that they are there."""

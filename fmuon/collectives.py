@@ -42,6 +42,11 @@ def is_sharded(leaf: Any) -> bool:
     return hasattr(leaf, "device_mesh")
 
 
+def mesh_of(leaf: Any) -> Any:
+    """The DeviceMesh of a DTensor; None for a plain tensor."""
+    return getattr(leaf, "device_mesh", None)
+
+
 def is_initialized() -> bool:
     """Whether this process is one of several."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -159,7 +164,7 @@ def _keep_group(group: Any) -> None:
 
 
 def make_group(ranks: Sequence[int]) -> None:
-    """Have a process group of some ranks, all of which call this.
+    """Have a process group of some ranks, all of which call this; no-op where there is one.
 
     Ranks that share any group make all of theirs in one order, and one at a time each: torch names
     such a group after how many its ranks have made already.
@@ -183,11 +188,20 @@ def _group(ranks: tuple[int, ...]) -> str:
     return _GROUPS[ranks]
 
 
-def all_reduced(tensor: Tensor, op: str, ranks: tuple[int, ...]) -> Tensor:
-    """ "sum", "max" or "min" over some ranks."""
+def anywhere(flags: Tensor, ranks: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which flags are set on any of some ranks; `device` is what their group works with."""
+    return _reduced(flags.to(device, torch.float32), "max", ranks) > 0
+
+
+def everywhere(flags: Tensor, ranks: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which flags are set on all of some ranks."""
+    return _reduced(flags.to(device, torch.float32), "min", ranks) > 0
+
+
+def _reduced(tensor: Tensor, op: str, ranks: tuple[int, ...]) -> Tensor:
     if len(ranks) == 1:
         return tensor
-    result = torch.ops._c10d_functional.all_reduce(tensor.contiguous(), op, _group(ranks))
+    result = torch.ops._c10d_functional.all_reduce(tensor, op, _group(ranks))
     return torch.ops._c10d_functional.wait_tensor(result)
 
 

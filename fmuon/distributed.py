@@ -84,7 +84,8 @@ def shares(leaves: Sequence[MatrixLeaf], flops: Callable[[int, int], float]) -> 
             assert leaf.sharding is not None
             key = leaf.sharding.shape, leaf.sharding.splits
             if key not in sizes:
-                sizes[key] = [elements(part) for part in leaf.sharding.parts()]
+                by_rank = dict(zip(domain.parts, leaf.sharding.parts(), strict=True))
+                sizes[key] = [elements(by_rank[rank]) for rank in domain.ranks[domain.copy]]
             part_sizes = [size * leaf.dtype.itemsize for size in sizes[key]]
             owner = _rank(domain, owner_of[leaf.path])
             owned[owner].append(leaf.path)
@@ -97,7 +98,7 @@ def shares(leaves: Sequence[MatrixLeaf], flops: Callable[[int, int], float]) -> 
 
 
 def _sent(domain: Domain, worker: int, sizes: list[int]) -> list[tuple[int, int]]:
-    """(rank, bytes) of what every rank sends for one leaf; to itself nothing."""
+    """(rank, bytes) of what every rank sends for one leaf, whose parts have these sizes."""
     copy, part = domain.owned_by(worker)
     copies = len(domain.ranks)
     row = domain.ranks[copy]

@@ -72,7 +72,7 @@ def explain(params: nn.Module | Tree, opt: Transformation | Any = None) -> Expla
     else:
         leaves, _ = flatten(params)
         assignments = config.assign(leaves)
-    if hasattr(opt, "transformation"):
+    if hasattr(type(opt), "transformation"):
         # What the optimizer doesn't have, it doesn't train.
         absent = {p: a for p, a in assignments.items() if a.reason == "labels['re:.*']"}
         assignments |= {

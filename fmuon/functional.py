@@ -47,7 +47,7 @@ from fmuon.collectives import (
     to_owners,
     to_parts,
 )
-from fmuon.metrics import METRICS, SKIPPED
+from fmuon.metrics import METRICS
 from fmuon.momentum import average, look_ahead
 from fmuon.orthogonalize import NewtonSchulz, Orthogonalizer, orthogonalizer
 from fmuon.partition import Assignment, Label
@@ -341,9 +341,9 @@ def _measured(group: Group, call: Call, moved: _Moved) -> dict[str, Tensor]:
     """The metrics of the leaves of a group, by key."""
     found: dict[str, Tensor] = {}
     for name in call.config.metrics:
-        if name == SKIPPED:
-            continue
         metric = METRICS[name]
+        if metric.source == "step":
+            continue
         if metric.source == "leaf":
             weights = call.weights(group) if metric.needs_params else moved.updates
             pairs = zip(moved.updates, weights, strict=True)
@@ -565,8 +565,8 @@ def muon(
             With the default one lr serves all leaves, and a lr tuned for AdamW carries over.
         momentum_dtype: in which the momentum of matrices is kept; None is float32, or float64 for
             float64 leaves.
-        metrics: names out of `fmuon.metrics.METRICS` and "skipped_steps", computed in every update
-            into `state["metrics"]`, a flat dict of 0-d float32 tensors with keys such as
+        metrics: names out of `fmuon.metrics.METRICS`, computed in every update into
+            `state["metrics"]`, a flat dict of 0-d float32 tensors with keys such as
             "fmuon/update_rms/<path>".
         mesh: a DeviceMesh or process group whose ranks have the same plain params and gradients
             (as under DDP) and share the work: each matrix is orthogonalised on one of them.

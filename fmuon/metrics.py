@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an update did to each leaf, as 0-d tensors for a logger.
+"""What an update did, leaf by leaf, as 0-d tensors for a logger.
 
 A metric is a row of `METRICS`. It is computed only where `fmuon.muon(metrics=...)` asks for it, and
 stored in `state["metrics"]` under `metric_key(name, path)`. A leaf that sits a step out keeps its
@@ -17,7 +17,7 @@ from torch import Tensor
 from fmuon.base import Stack
 
 SKIPPED = "skipped_steps"
-"""The one metric of the whole step: how many were skipped since they weren't finite."""
+"""The one metric that is not of a leaf."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Metric:
 
     Attributes:
         source: what from: "leaf" (update, weight), "stack" (orthogonal factors [k, m, n], to k
-            values of which a leaf gets the mean over its matrices) or "rate" (what multiplies the
-            direction of the step).
+            values of which a leaf gets the mean over its matrices), "rate" (what multiplies the
+            direction of the step), or "step" (the number so far, whether the step was finite).
         compute: the function.
         needs_params: whether it reads the weight.
     """
@@ -56,6 +56,10 @@ def _rate(rate: Tensor) -> Tensor:
     return rate
 
 
+def _skipped(count: Tensor, finite: Tensor) -> Tensor:
+    return count + finite.logical_not()
+
+
 METRICS: dict[str, Metric] = {
     # Root mean square of what is added to the leaf.
     "update_rms": Metric("leaf", _rms),
@@ -65,6 +69,8 @@ METRICS: dict[str, Metric] = {
     "orthogonality": Metric("stack", _orthogonality),
     # Learning rate times lr_scale, or times the shape scale.
     "lr": Metric("rate", _rate),
+    # How many steps were left out since they weren't finite.
+    SKIPPED: Metric("step", _skipped),
 }
 
 

@@ -27,7 +27,7 @@ from fmuon.base import (
     lookup,
 )
 from fmuon.clipping import all_finite
-from fmuon.collectives import is_sharded
+from fmuon.collectives import everywhere, is_sharded, local, make_group, mesh_of, register
 from fmuon.compilation import can_compile
 from fmuon.compilation import compile as compile_
 from fmuon.foreign import Foreign, Share, adopted
@@ -240,8 +240,7 @@ class FMuon(Optimizer):
         self._add_defaults(group, labels)
         _check_values(group, any(map(self._is_foreign, labels)))
         super().add_param_group(group)
-        added = self.param_groups[-1]
-        _own_rate(added)
+        _own_rate(self.param_groups[-1])
 
     def _label(self, path: str, tensor: Any, given: Any, has_name: bool) -> Label:
         if not isinstance(tensor, Tensor):
@@ -345,7 +344,7 @@ class FMuon(Optimizer):
         self._create_state(own)
         # The other optimizer can't leave out a step on the device.
         asks = bool(self._foreign) and self._config.nonfinite == "skip"
-        if asks and not all_finite(_values(grad) for grad in grads.values() if grad is not None):
+        if asks and not self._is_finite(params):
             self._count_skipped(params)
             return loss
         # First, since what it raises is not ours to foresee.
@@ -354,6 +353,18 @@ class FMuon(Optimizer):
         if not phantom:
             self._advance(own, grads)
         return loss
+
+    def _is_finite(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> bool:
+        """Whether the gradients of all ranks are, as seen from the host."""
+        tensors = [parameter for _, parameter, _ in params.values()]
+        grads = [parameter.grad for parameter in tensors if parameter.grad is not None]
+        finite = all_finite(_values(local(grad)) for grad in grads)
+        meshes = {register(mesh) for mesh in map(mesh_of, tensors) if mesh is not None}
+        meshes |= set() if self._config.mesh is None else {self._config.mesh}
+        for ranks in sorted({tuple(sorted(mesh.ranks)) for mesh in meshes}):
+            make_group(ranks)
+            finite = everywhere(finite, ranks, tensors[0].device)
+        return bool(finite)
 
     def _is_foreign(self, label: Label) -> bool:
         return _is_auxiliary(label) and self._config.rule_name(label) in self._foreign
@@ -607,9 +618,9 @@ class FMuon(Optimizer):
         """Load a state dict; parameters are matched by name where both sides have names.
 
         Buffers keep the dtype they were saved in (those of a foreign optimizer take that of their
-        parameter, as in torch). For a model that has changed since, `rename`,
-        `add`, `drop` and `resize` declare the differences as in `fmuon.adapt_state`; parameters
-        that are added start afresh.
+        parameter, as in torch). For a model that has changed since, `rename`, `add`, `drop` and
+        `resize` declare the differences as in `fmuon.adapt_state`; parameters that are added start
+        afresh.
 
         Raises:
             StateError: names, shapes or the format don't match.

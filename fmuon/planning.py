@@ -86,7 +86,7 @@ class Configuration:
                     f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, known))}"
                 )
         for name in self.metrics:
-            lookup({**METRICS, SKIPPED: None}, name, "metric")
+            lookup(METRICS, name, "metric")
         dtype = self.momentum_dtype
         if dtype is not None and not (
             isinstance(dtype, torch.dtype) and dtype.is_floating_point  # pyright: ignore
@@ -139,13 +139,16 @@ class Configuration:
 
     def metric_keys(self, leaves: Iterable[tuple[str, bool]]) -> list[str]:
         """Keys of the metrics of leaves, given as (path, whether it is a matrix)."""
-        leaves = list(leaves)
-        return [
-            metric_key(name) if name == SKIPPED else metric_key(name, path)
-            for name in self.metrics
-            for path, is_matrix in (leaves if name != SKIPPED else [("", True)])
-            if is_matrix or METRICS[name].source != "stack"
-        ]
+        leaves, keys = list(leaves), list[str]()
+        for name in self.metrics:
+            source = METRICS[name].source
+            if source == "step":
+                keys.append(metric_key(name))
+            else:
+                keys += [
+                    metric_key(name, p) for p, is_matrix in leaves if is_matrix or source != "stack"
+                ]
+        return keys
 
     def assign(
         self,
@@ -392,9 +395,9 @@ def matrix_leaf(
     if sharding is None and config.mesh is not None:
         sharding = Sharding(spec.shape, config.mesh, (None,) * len(config.mesh.shape))
     view = label.view(path, spec.shape)
-    if sharding is not None and sharding.domain is not None:
-        _check_shared(config, path, sharding)
     if sharding is not None:
+        if sharding.domain is not None:
+            _check_shared(config, path, sharding)
         stack_axes = view.order[: len(view.order) - len(view.row_axes) - len(view.column_axes)]
         sharding = sharding.within(stack_axes)
         view = label.view(path, sharding.shape)

@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fmuon
+from fmuon import optimizer as optimizer_module
 
 # references.py and strategies.py are imported by name.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,3 +25,22 @@ settings.load_profile("tests")
 def seeded():
     torch.manual_seed(0)
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def counter(monkeypatch):
+    """Counts the graphs of `FMuon`, and runs them without inductor."""
+    counter = CompileCounterWithBackend("eager")
+    monkeypatch.setattr(
+        optimizer_module, "compile_", lambda step, mode: fmuon.compile(step, backend=counter)
+    )
+    return counter
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()

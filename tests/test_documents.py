@@ -3,6 +3,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -59,6 +60,12 @@ def test_the_commands_are_targets_that_set_themselves_up():
         target = command.split()[1]
         assert re.search(rf"^{target}: \.venv/\w+ ", makefile, re.MULTILINE)
     assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_the_table_of_ranks_is_what_its_benchmark_prints():
+    command = [sys.executable, ROOT / "benchmarks" / "ranks.py"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert printed.strip() in (ROOT / "benchmarks" / "README.md").read_text()
 
 
 def test_links_and_pictures_exist():

@@ -8,13 +8,11 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.optim import lr_scheduler as s
 from torch.optim.swa_utils import SWALR
 from torch.testing import assert_close
 
 import fmuon
-from fmuon import optimizer as optimizer_module
 
 STEPS = 13
 
@@ -112,16 +110,6 @@ def replay(params, curve, group_of, weight_decay=0.1, **options):
         )
         params = fmuon.apply_updates(params, updates)
     return params
-
-
-@pytest.fixture
-def counter(monkeypatch):
-    """Count graphs, and run them without inductor."""
-    counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(
-        optimizer_module, "compile_", lambda step, mode: fmuon.compile(step, backend=counter)
-    )
-    return counter
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor], ids=["float", "tensor"])

@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.func import functional_call, grad_and_value
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LinearLR
@@ -71,16 +70,6 @@ def weights(model):
 
 def assert_same_bits(a, b):
     assert_close(a, b, rtol=0, atol=0)
-
-
-@pytest.fixture
-def counter(monkeypatch):
-    """Count graphs, and run them without inductor."""
-    counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(
-        optimizer_module, "compile_", lambda step, mode: fmuon.compile(step, backend=counter)
-    )
-    return counter
 
 
 both_modes = pytest.mark.parametrize("mode", [False, "default"])

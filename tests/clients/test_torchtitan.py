@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
@@ -255,14 +255,6 @@ def test_a_step_on_zeros_alone_decays_the_momentum_and_the_weights():
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def one_process(tmp_path):
-    store = f"file://{tmp_path / 'store'}"
-    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("implementation", ["for-loop", "fused"])

@@ -7,7 +7,6 @@ import io
 
 import pytest
 import torch
-from torch import distributed
 from torch.nn.functional import cross_entropy
 from torch.testing import assert_close
 
@@ -253,14 +252,6 @@ def test_a_run_resumed_from_the_wrapper_equals_an_uninterrupted_one():
 
 
 # ---- whole checkpoints of the distributed recipes ------------------------------------------------
-
-
-@pytest.fixture
-def one_process(tmp_path):
-    store = f"file://{tmp_path / 'store'}"
-    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed")

@@ -152,15 +152,20 @@ def test_tensor_parallel_layers_under_fsdp_have_the_layouts_that_are_meant():
     assert placed["down.weight"] == ("S(0)", "S(1)")
 
 
+AUXILIARIES = {"built in": fmuon.adamw(), "foreign": (torch.optim.AdamW, {"foreach": False})}
+
+
+@pytest.mark.parametrize("auxiliary", AUXILIARIES)
 @pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp", 2), ("hsdp", 4), ("tp", 4)])
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(kind, world):
-    results = ranks.run(skipping, world, kind)
-    check(results, spoiled=True, nonfinite="skip")
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(kind, world, auxiliary):
+    results = ranks.run(skipping, world, kind, auxiliary)
+    check(results, spoiled=True, nonfinite="skip", auxiliary=AUXILIARIES[auxiliary])
     assert results[0]["steps"]["up.weight"] == 3
 
 
-def skipping(rank, world, kind):
-    return trained(rank, world, kind, 4, spoiled_on=world - 1, nonfinite="skip")
+def skipping(rank, world, kind, auxiliary):
+    changed = {"nonfinite": "skip", "auxiliary": AUXILIARIES[auxiliary]}
+    return trained(rank, world, kind, 4, spoiled_on=world - 1, **changed)
 
 
 # ---- gradients that some ranks lack --------------------------------------------------------------

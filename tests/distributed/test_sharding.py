@@ -13,7 +13,9 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fmuon.base import Matrix
-from fmuon.buckets import MatrixLeaf, plan
+from fmuon.buckets import MatrixLeaf, assigned, plan
+from fmuon.distributed import shares
+from fmuon.orthogonalize import NewtonSchulz
 from fmuon.scaling import scale_rule
 from fmuon.sharding import Mesh, Sharding, Split, balanced, elements, exchange
 
@@ -208,3 +210,35 @@ def test_copies_of_a_cut_stack_share_its_work_among_themselves_only():
         own = [6 * a + 2 * coordinate[1] + c for a in (0, 1) for c in (0, 1)]
         assert domain.copies == tuple(own)
         assert len(domain.parts) == 1
+
+
+def test_what_a_rank_is_said_to_send_is_what_its_exchange_sends():
+    """On a mesh that counts its ranks backwards, with parts of unequal size."""
+    shapes, grid, order, flops = (
+        ((5, 3), (3, 5), (7, 2)),
+        (2, 2),
+        (3, 2, 1, 0),
+        NewtonSchulz().flops,
+    )
+    for coordinate in coordinates(grid):
+        leaves = leaves_on(shapes, grid, coordinate, order)
+        ((domain, group, owner_of),) = assigned(leaves, flops)
+        plan = exchange(domain, [x.sharding for x in group], [owner_of[x.path] for x in group])
+        own, sizes = plan.domain.part, [prod(shape) for shape in plan.shapes]
+        there = sum(sizes[i] for m, sent in enumerate(plan.sent) if m != own for i in sent)
+        back = sum(elements(p) for parts in plan.parts for m, p in enumerate(parts) if m != own)
+        copied = sum(sizes[i] for i in plan.copied[plan.domain.copy]) * (len(plan.copied) - 1)
+        said = {share.rank: share.sent for share in shares(leaves, flops).ranks}
+        rank = domain.ranks[domain.copy][domain.part]
+        assert said[rank] == 4 * (there + back + copied) > 0
+
+
+def leaves_on(shapes, grid, coordinate, order):
+    splits = (None, Split(0))
+    return [
+        MatrixLeaf(
+            str(index), Matrix().view("", shape), torch.float32, torch.device("cpu"),
+            sharding(shape, grid, splits, coordinate, order),
+        )
+        for index, shape in enumerate(shapes)
+    ]  # fmt: skip
