@@ -18,6 +18,7 @@ import torch
 from fmuon.base import Matrix
 from fmuon.buckets import MatrixLeaf
 from fmuon.distributed import shares
+from fmuon.methods import flops_of
 from fmuon.orthogonalize import NewtonSchulz
 from fmuon.sharding import Mesh, Sharding, Split
 
@@ -61,7 +62,7 @@ def padded(shapes, ranks, flops):
 
 def main():
     """Print the table."""
-    flops = NewtonSchulz().flops
+    flops = flops_of(NewtonSchulz())
     print("| model | matrices | ranks | flops | at least | padded | bytes | padded |")
     print("|---|---|---|---|---|---|---|---|")
     for name, shapes in MODELS.items():

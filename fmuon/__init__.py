@@ -6,6 +6,7 @@ The house. A module imports only from lower floors; a test reads this table and 
 floor | module | job
 0 | base | contracts and vocabulary: Transformation, Matrix, Stack, Scalar, errors
 1 | coefficients | Newton-Schulz polynomials exactly as published; no torch
+1 | rational | best odd rational approximations of the sign; no torch
 1 | scaling | matrix shape -> multiplier; no torch
 1 | tree | pytree <-> flat leaves with path names
 1 | scalars | numbers, schedules and per-leaf dicts -> tensors
@@ -15,21 +16,24 @@ floor | module | job
 2 | collectives | sharded leaves to their owners and back; the only user of torch.distributed
 2 | clipping | global norm of gradients, clipping by it, are they finite
 2 | metrics | what an update did to each leaf, for a logger
+2 | symmetric | products whose result is symmetric
 2 | orthogonalize | stack of matrices -> nearest semi-orthogonal stack
 2 | second_moment | even out how fast the rows of the factor move
 2 | auxiliary | AdamW, NAdamW, Lion, SGD for everything that is not a matrix
 2 | partition | leaves -> labels, each with its reason and its matrix view
 2 | buckets | labelled leaves -> hashable plan of same-shape stacks; stack and unstack
-3 | planning | configuration and signature of a call -> who is updated with whom
-4 | call | the leaves and scalars of one call
-5 | functional | the algorithm: muon, init, update, update_, apply_updates
-6 | foreign | any torch optimizer as the auxiliary rule of FMuon
-6 | distributed | preparing sharded updates, and who does what in them
-6 | explanation | what every leaf gets and why
-6 | presets | the published optimizers as rows of configuration
-6 | compilation | the only call to torch.compile
-7 | optimizer | FMuon, the torch.optim shim
-8 | interop | other optimizers' checkpoints in and out; factories for trainers
+3 | zolotarev | the nearest stack by a rational function of the Gram matrix
+4 | methods | the methods by name, and the choice of one by cost
+5 | planning | configuration and signature of a call -> who is updated with whom
+6 | call | the leaves and scalars of one call
+7 | functional | the algorithm: muon, init, update, update_, apply_updates
+8 | foreign | any torch optimizer as the auxiliary rule of FMuon
+8 | distributed | preparing sharded updates, and who does what in them
+8 | presets | the published optimizers as rows of configuration
+8 | compilation | the only call to torch.compile
+9 | explanation | what every leaf gets and why, and on which rank
+9 | optimizer | FMuon, the torch.optim shim
+10 | interop | other optimizers' checkpoints in and out; factories for trainers
 """
 
 from fmuon import distributed, interop, presets
@@ -46,14 +50,17 @@ from fmuon.clipping import clip_by_global_norm, global_norm
 from fmuon.compilation import compile
 from fmuon.explanation import explain
 from fmuon.functional import adapt_state, apply_updates, init, muon, update, update_
+from fmuon.methods import Auto
 from fmuon.optimizer import FMuon, parameter_lists
-from fmuon.orthogonalize import GramNewtonSchulz, NewtonSchulz
+from fmuon.orthogonalize import GramNewtonSchulz, NewtonSchulz, PolarSVD
 from fmuon.partition import label
 from fmuon.second_moment import NorMuon
+from fmuon.zolotarev import Zolotarev
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Auto",
     "ConfigurationError",
     "FMuon",
     "FMuonError",
@@ -62,8 +69,10 @@ __all__ = [
     "Matrix",
     "NewtonSchulz",
     "NorMuon",
+    "PolarSVD",
     "StateError",
     "Transformation",
+    "Zolotarev",
     "adamw",
     "adapt_state",
     "apply_updates",

@@ -279,18 +279,26 @@ def to_parts(exchange: Exchange, wholes: Sequence[Tensor], leaf: Tensor) -> Tens
     return _exchanged(_flat(pieces, leaf), _received(exchange), sizes, domain.parts)
 
 
-def returned(exchange: Exchange, pending: Tensor, leaf: Tensor) -> list[Tensor]:
-    """Wait; the local parts of all leaves of the bucket."""
-    domain, shapes = exchange.domain, exchange.shapes
+def has_copies_to_make(exchange: Exchange) -> bool:
+    """Whether parts that have come back are still to be copied; where all is whole they aren't."""
+    return len(exchange.domain.parts) > 1 and len(exchange.domain.copies) > 1
+
+
+def to_replicas(exchange: Exchange, pending: Tensor, leaf: Tensor) -> Tensor:
+    """Wait; give the replicas the parts of what was orthogonalised in this one."""
     buffer = torch.ops._c10d_functional.wait_tensor(pending)
-    if len(domain.parts) > 1:
-        order = [i for group in exchange.sent for i in group]
-        if len(domain.copies) == 1:
-            return _unflat(buffer, order, shapes)
-        own = dict(zip(order, buffer.split([prod(shapes[i]) for i in order]), strict=True))
-        mine = [own[i] for i in exchange.copied[domain.copy]]
-        buffer = torch.ops._c10d_functional.wait_tensor(_copied(exchange, mine, leaf))
-    return _unflat(buffer, [i for group in exchange.copied for i in group], shapes)
+    order = [i for group in exchange.sent for i in group]
+    sizes = [prod(exchange.shapes[i]) for i in order]
+    own = dict(zip(order, buffer.split(sizes), strict=True))
+    return _copied(exchange, [own[i] for i in exchange.copied[exchange.domain.copy]], leaf)
+
+
+def returned(exchange: Exchange, pending: Tensor) -> list[Tensor]:
+    """Wait; the local parts of all leaves of the bucket."""
+    buffer = torch.ops._c10d_functional.wait_tensor(pending)
+    # The last message was that of the replicas, where there are some.
+    last = exchange.copied if len(exchange.domain.copies) > 1 else exchange.sent
+    return _unflat(buffer, [i for group in last for i in group], exchange.shapes)
 
 
 def _copied(exchange: Exchange, mine: list[Tensor], leaf: Tensor) -> Tensor:

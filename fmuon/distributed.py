@@ -7,14 +7,20 @@ before a compiled update; for plain tensors that are the same on several ranks, 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fmuon.base import Transformation, Tree
+from torch import Tensor
+
+from fmuon.base import ConfigurationError, Transformation, Tree
 from fmuon.buckets import MatrixLeaf, assigned, cost
-from fmuon.functional import configuration_of
-from fmuon.orthogonalize import flops_of
-from fmuon.sharding import Domain, elements
+from fmuon.collectives import register
+from fmuon.functional import Muon, configuration_of
+from fmuon.methods import flops_of
+from fmuon.partition import Assignment
+from fmuon.sharding import Domain, Mesh, elements, grid
+from fmuon.tree import flatten
 
 
 def prepare(opt: Transformation, params: Tree) -> None:
@@ -27,6 +33,10 @@ def prepare(opt: Transformation, params: Tree) -> None:
         StateError: names the first leaf of which two ranks say different things.
     """
     configuration_of(opt).prepare(params)
+
+
+# Lines of a table of ranks.
+_SHOWN = 16
 
 
 @dataclass(frozen=True)
@@ -56,20 +66,54 @@ class Shares:
         return _over_mean([share.sent for share in self.ranks])
 
     def __str__(self) -> str:
-        """One line per rank, and a summary."""
+        """One line for each of the first ranks, and a summary of all."""
         lines = ["rank  leaves       Gflop       MB sent"]
         lines += [
             f"{s.rank:4}  {len(s.leaves):6}  {s.flops / 1e9:10.3f}  {s.sent / 1e6:12.3f}"
-            for s in self.ranks
+            for s in self.ranks[:_SHOWN]
         ]
+        if len(self.ranks) > _SHOWN:
+            lines.append(f" and {len(self.ranks) - _SHOWN} more ranks")
         summary = f"busiest over mean: {self.imbalance:.3f} flops, {self.sent_imbalance:.3f} bytes"
         return "\n".join([*lines, "", summary])
 
 
-def plan(opt: Transformation, params: Tree) -> Shares:
-    """Who orthogonalises which leaves, and what that costs each rank of this rank's meshes."""
-    config = configuration_of(opt)
-    return shares(config.shared_leaves(params), flops_of(config.orthogonalize))
+def plan(opt: Transformation, params: Tree, mesh: Any = None) -> Shares:
+    """Who orthogonalises which leaves, and what that costs each rank of this rank's meshes.
+
+    Args:
+        opt: the update, or an `FMuon`.
+        params: its leaves.
+        mesh: on which plain leaves are to be thought of as sharded by `fully_shard`: a number of
+            ranks or (replicas, shards), for which no process group is needed, or a DeviceMesh.
+
+    Stacks that are cut along the stack, as experts are, stay where they are: those matrices are
+    everyone's own and are not counted.
+    """
+    config, (leaves, _) = configuration_of(opt), flatten(params)
+    return shares_of(config, leaves, config.assign(leaves), mesh)
+
+
+def shares_of(
+    config: Muon,
+    leaves: Mapping[str, Tensor | None],
+    assignments: Mapping[str, Assignment],
+    mesh: Any,
+) -> Shares:
+    """The same for leaves that are assigned already."""
+    found = config.shared_leaves(leaves, assignments, None if mesh is None else _mesh(mesh))
+    return shares(found, flops_of(config.orthogonalize))
+
+
+def _mesh(mesh: Any) -> Mesh:
+    sizes = (mesh,) if isinstance(mesh, int) else mesh
+    if not isinstance(sizes, tuple):
+        return register(mesh)
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ConfigurationError(
+            f"mesh={mesh!r}: give a number of ranks, (replicas, shards), or a DeviceMesh"
+        )
+    return grid(*sizes)
 
 
 def shares(leaves: Sequence[MatrixLeaf], flops: Callable[[int, int], float]) -> Shares:

@@ -3,12 +3,13 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from fmuon.base import Matrix, Transformation, Tree
+from fmuon.distributed import Shares, shares_of
 from fmuon.functional import configuration_of, muon
 from fmuon.partition import Assignment, route
 from fmuon.planning import Configuration
@@ -20,7 +21,8 @@ class Row:
     """One leaf: `gets` is "muon", the rule's name or "frozen"; the rest is empty but for matrices.
 
     `matrices` is the view, "stack x fan_out x fan_in" or one such entry per block; `scale` the
-    shape multiplier of the first.
+    shape multiplier of the first. `owner` is the rank that orthogonalises a leaf that several
+    share.
     """
 
     path: str
@@ -29,26 +31,34 @@ class Row:
     matrices: str
     scale: str
     why: str
+    owner: str = ""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Rows of `explain`; printing it gives a table and a summary."""
+    """Rows of `explain`; printing it gives a table and a summary.
+
+    `shares` are what the ranks do where several share the work.
+    """
 
     rows: tuple[Row, ...]
     summary: str
+    shares: Shares | None = None
 
     def __str__(self) -> str:
-        """The table, one line per leaf, and the summary."""
-        head = ("leaf", "shape", "gets", "matrices", "scale", "why")
+        """The table, one line per leaf, the summary, and a table of ranks if there are several."""
+        head = ("leaf", "shape", "gets", "matrices", "scale", "owner", "why")
         cells = [
-            (row.path, "x".join(map(str, row.shape)), row.gets, row.matrices, row.scale, row.why)
-            for row in self.rows
+            (r.path, "x".join(map(str, r.shape)), r.gets, r.matrices, r.scale, r.owner, r.why)
+            for r in self.rows
         ]
+        if self.shares is None:
+            head, *cells = [(*line[:5], *line[6:]) for line in (head, *cells)]
         widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
         lines = [head, tuple("-" * width for width in widths), *cells]
         table = [_line(line, widths) for line in lines]
-        return "\n".join([*table, "", self.summary])
+        ranks = [] if self.shares is None else ["", str(self.shares)]
+        return "\n".join([*table, "", self.summary, *ranks])
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -56,13 +66,21 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(padded).rstrip()
 
 
-def explain(params: nn.Module | Tree, opt: Transformation | Any = None) -> Explanation:
+def explain(
+    params: nn.Module | Tree,
+    opt: Transformation | Any = None,
+    *,
+    mesh: Any = None,
+) -> Explanation:
     """One row per leaf: what it gets from `opt` (an `FMuon` too; by default `muon()`) and why.
 
-    For a module without labels in `opt`, the routing is that of `label(module)`. Prints nothing:
+    For a module without labels in `opt`, the routing is that of `label(module)`. Where leaves are
+    shared among ranks there are owners, and a table of what each rank does; `mesh` is where plain
+    leaves are to be thought of as sharded, as for `fmuon.distributed.plan`. Prints nothing:
     `print(fmuon.explain(model))`.
     """
-    config = configuration_of(muon() if opt is None else opt)
+    opt = muon() if opt is None else opt
+    config = configuration_of(opt)
     leaves: Mapping[str, Tensor | None]
     if isinstance(params, nn.Module):
         leaves = dict(params.named_parameters())
@@ -80,8 +98,13 @@ def explain(params: nn.Module | Tree, opt: Transformation | Any = None) -> Expla
             for path, assignment in absent.items()
             if assignment.label == "frozen"
         }
-    rows = tuple(_row(config, path, leaves[path], assignments[path]) for path in leaves)
-    return Explanation(rows, _summary(config, leaves, assignments))
+    shares = shares_of(config, leaves, assignments, mesh)
+    owners = {path: f"rank {share.rank}" for share in shares.ranks for path in share.leaves}
+    rows = tuple(
+        replace(_row(config, path, leaf, assignments[path]), owner=owners.get(path, ""))
+        for path, leaf in leaves.items()
+    )
+    return Explanation(rows, _summary(config, leaves, assignments), shares if owners else None)
 
 
 def _repeats(assignment: Assignment, routed: Assignment) -> bool:

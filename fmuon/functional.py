@@ -39,17 +39,21 @@ from fmuon.call import Call, Group, spread
 from fmuon.collectives import (
     arrived,
     check_agreement,
+    has_copies_to_make,
     like,
+    local,
     make_group,
     register,
     register_meshes,
     returned,
     to_owners,
     to_parts,
+    to_replicas,
 )
+from fmuon.methods import orthogonalizer
 from fmuon.metrics import METRICS
 from fmuon.momentum import average, look_ahead
-from fmuon.orthogonalize import NewtonSchulz, Orthogonalizer, orthogonalizer
+from fmuon.orthogonalize import NewtonSchulz, Orthogonalizer
 from fmuon.partition import Assignment, Label
 from fmuon.planning import (
     Configuration,
@@ -57,12 +61,13 @@ from fmuon.planning import (
     Spec,
     check_not_empty,
     matrix_leaf,
+    sharding_of,
     signature,
 )
 from fmuon.scalars import Scalars
 from fmuon.scaling import ScaleRule, scale_rule
 from fmuon.second_moment import NorMuon, second_moment_method
-from fmuon.sharding import Exchange
+from fmuon.sharding import Exchange, Mesh, Sharding, Split
 from fmuon.surgery import entries, origins, resized
 from fmuon.tree import flatten
 
@@ -106,14 +111,28 @@ class Muon(Configuration):
         leaves, _ = flatten(params)
         self._prepare(leaves, self.assign(leaves))
 
-    def shared_leaves(self, params: Tree) -> list[MatrixLeaf]:
-        """The matrix leaves that several ranks share the work for."""
-        leaves, _ = flatten(params)
+    def shared_leaves(
+        self,
+        leaves: Mapping[str, Tensor | None],
+        assignments: Mapping[str, Assignment],
+        mesh: Mesh | None = None,
+    ) -> list[MatrixLeaf]:
+        """The matrix leaves that several ranks share the work for.
+
+        With a mesh those that `fully_shard` would share on it: rows cut along its last dimension,
+        copies along the others.
+        """
         register_meshes(leaves.values())
         specs = {path: Spec(*spec) for path, spec in signature(leaves) if spec is not None}
+
+        def cut(spec: Spec) -> Sharding | None:
+            if mesh is None or spec.sharding is not None:
+                return None
+            return Sharding(spec.shape, mesh, (None,) * (len(mesh.shape) - 1) + (Split(0),))
+
         found = [
-            matrix_leaf(self, path, label, specs[path], torch.float32)
-            for path, (label, _, _) in self.assign(leaves).items()
+            matrix_leaf(self, path, label, specs[path], torch.float32, cut(specs[path]))
+            for path, (label, _, _) in assignments.items()
             if isinstance(label, Matrix) and 0 not in specs[path].shape
         ]
         return [leaf for leaf in found if leaf.domain is not None]
@@ -130,14 +149,12 @@ class Muon(Configuration):
         groups: list[tuple[int, ...]] = []
         described: dict[tuple[int, ...], list[str]] = defaultdict(list)
         for path, spec in sorted(specs.items()):
-            label = assignments[path].label
-            mesh = self.mesh if spec.sharding is None else spec.sharding.mesh
-            if mesh is None:
+            label, sharding = assignments[path].label, sharding_of(self, spec)
+            if sharding is None:
                 continue
-            ranks = tuple(sorted(mesh.ranks))
+            ranks = tuple(sorted(sharding.mesh.ranks))
             groups.append(ranks)
-            splits = None if spec.sharding is None else spec.sharding.splits
-            described[ranks].append(f"{path}: {spec.shape} {spec.dtype} {splits} {label}")
+            described[ranks].append(f"{path}: {spec.shape} {spec.dtype} {sharding.splits} {label}")
             if isinstance(label, Matrix) and 0 not in spec.shape:
                 domain = matrix_leaf(self, path, label, spec, torch.float32).domain
                 groups += () if domain is None else (domain.parts, domain.copies)
@@ -277,7 +294,8 @@ def _moves(groups: Sequence[Group], call: Call) -> Iterator[tuple[Group, _Moved]
     """Every group with its step.
 
     While a bucket that is shared with other ranks is computed, the leaves of the next are on their
-    way to their owners, and those of the last on their way back.
+    way to their owners, those of the last on their way back, and those of the one before that on
+    their way to the replicas, if there are any.
     """
     shared = [(g, g.exchange) for g in groups if isinstance(g, Bucket) and g.exchange is not None]
     coming = _sent(*shared[0], call) if shared else None
@@ -287,16 +305,18 @@ def _moves(groups: Sequence[Group], call: Call) -> Iterator[tuple[Group, _Moved]
         elif group.exchange is None:
             yield group, _settled(_matrices(group, call), group, call)
     going: _Sent | None = None
-    for following in [*shared[1:], None]:
+    copying: _Sent | None = None
+    for following in [*shared[1:], None, None, None]:
         here, coming = coming, _sent(*following, call) if following else None
-        if here is None:
-            break
-        done = _sent_back(here, call)
-        if going is not None:
+        done = None if here is None else _sent_back(here, call)
+        if copying is not None:
+            yield copying.bucket, _settled(_returned(copying), copying.bucket, call)
+        copying = None
+        if going is not None and has_copies_to_make(going.exchange):
+            copying = _sent_on(going)
+        elif going is not None:
             yield going.bucket, _settled(_returned(going), going.bucket, call)
         going = done
-    if going is not None:
-        yield going.bucket, _settled(_returned(going), going.bucket, call)
 
 
 def _sent(bucket: Bucket, exchange: Exchange, call: Call) -> _Sent:
@@ -311,9 +331,15 @@ def _sent_back(here: _Sent, call: Call) -> _Sent:
     return here._replace(pending=to_parts(here.exchange, updates, here.looks[0]))
 
 
+def _sent_on(here: _Sent) -> _Sent:
+    """Give the replicas what has come back."""
+    assert here.pending is not None
+    return here._replace(pending=to_replicas(here.exchange, here.pending, here.looks[0]))
+
+
 def _returned(here: _Sent) -> _Moved:
     assert here.pending is not None
-    updates = returned(here.exchange, here.pending, here.looks[0])
+    updates = returned(here.exchange, here.pending)
     return _Moved(updates, {"momentum": here.averages}, [], [])
 
 
@@ -490,12 +516,17 @@ def _strided(update: Tensor, like: Tensor | None) -> Tensor:
     """The update with the strides of its leaf: a tall matrix comes back as a transposed view."""
     if like is None or like.stride() == update.stride():
         return update
+    if not like.numel():
+        # Of any strides, which a graph asks for all the same.
+        return update.new_empty_strided(like.shape, like.stride())
     order, inverse = _memory_order(like)
     return update.permute(order).contiguous().permute(inverse)
 
 
 def _owned(new: Tensor, old: Tensor) -> Tensor:
     """A copy with the strides of the old, so that no leaf keeps a stack alive."""
+    if not old.numel():
+        return new.new_empty_strided(old.shape, old.stride())
     order, inverse = _memory_order(old)
     return new.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
 
@@ -556,7 +587,7 @@ def muon(
             callable (path, tensor) -> number masks it leaf by leaf.
         decay: "decoupled", or "cautious": only entries that the rest of the update doesn't push
             away from zero decay [Chen et al. 2025, arXiv 2510.12402].
-        orthogonalize: a method or its name in `fmuon.orthogonalize.METHODS`.
+        orthogonalize: a method or its name in `fmuon.methods.METHODS`.
         adaptive: multiply the factor O of a leaf by <U, O>, the dual norm of what is
             orthogonalised, so that the update grows with the gradient
             [Bernstein and Newhouse 2024, arXiv 2409.20325, eq. 8].
@@ -569,7 +600,8 @@ def muon(
             `state["metrics"]`, a flat dict of 0-d float32 tensors with keys such as
             "fmuon/update_rms/<path>".
         mesh: a DeviceMesh or process group whose ranks have the same plain params and gradients
-            (as under DDP) and share the work: each matrix is orthogonalised on one of them.
+            (as under DDP) and share the work: each matrix is orthogonalised on one of them. Leaves
+            on a part of that mesh are shared along the rest of it too.
         auxiliary: the rule of every leaf that is no matrix, or a dict name -> rule; a label names
             its rule, and "auxiliary" means the first one.
         labels: what each leaf is, by path: an ordered dict (first match wins; a key is a path, or
@@ -780,6 +812,9 @@ def _apply(param: Tensor | None, change: Tensor | None) -> Tensor | None:
         return param
     if change.requires_grad:
         return (param + change).to(param.dtype)
-    new = (param.detach() + change).to(param.dtype)
+    new = param.detach()
+    if local(param).numel():
+        # The sum of shards without elements would have other strides than they.
+        new = (new + change).to(param.dtype)
     # A graph can't return a tensor whose requires_grad was set inside it.
     return new if torch.compiler.is_compiling() else new.requires_grad_(param.requires_grad)

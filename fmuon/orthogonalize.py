@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stack of matrices -> the nearest stack of semi-orthogonal matrices.
+"""Stack of matrices -> the nearest stack of semi-orthogonal matrices, by iteration or exactly.
 
-For X = U S V^T the target is the polar factor U V^T. The methods are frozen callables, rows of
-`METHODS`; each takes any [..., m, n] tensor and treats the last two axes as matrices.
+For X = U S V^T the target is the polar factor U V^T. The methods are frozen callables; each takes
+any [..., m, n] tensor and treats the last two axes as matrices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,20 @@ class Orthogonalizer(Protocol):
         ...
 
     def __hash__(self) -> int: ...
+
+
+class Work(NamedTuple):
+    """What a method does for one matrix.
+
+    Attributes:
+        flops: of the products.
+        operations: calls of any kind; a stack needs no more than one matrix.
+        base_cases: small factorisations.
+    """
+
+    flops: int
+    operations: int
+    base_cases: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,10 +93,14 @@ class NewtonSchulz:
         """Orthogonalise the trailing two axes of x, [..., m, n] -> [..., m, n], dtype kept."""
         return on_wide_stack(self._iterate, x)
 
-    def flops(self, short: int, long: int) -> int:
-        """Of the products for one matrix of that shape."""
-        count = len(coefficient_set(self.coefficients).polynomials(self.steps))
-        return count * (4 * short**2 * long + 2 * short**3)
+    def work(self, short: int, long: int) -> Work:
+        """For one matrix of that shape, short <= long."""
+        count = self._count
+        return Work(count * (4 * short**2 * long + 2 * short**3), operations=6 + 3 * count)
+
+    @property
+    def _count(self) -> int:
+        return len(coefficient_set(self.coefficients).polynomials(self.steps))
 
     def _iterate(self, x: Stack) -> Stack:
         family, dtype = coefficient_set(self.coefficients), x.dtype
@@ -98,7 +116,7 @@ class NewtonSchulz:
         if self.norm == "scale_free":
             # Squares of entries beyond 1e19 or below 1e-23 leave the range of float32; those of
             # x / peak don't. A reciprocal of the peak could overflow.
-            peak = torch.linalg.vector_norm(x, float("inf"), dim=(-2, -1), keepdim=True)
+            peak = largest_entry(x)
             x = x / torch.where(peak > 0, peak, 1)
         else:
             x = x.to(dtype)
@@ -124,41 +142,75 @@ class NewtonSchulz:
     def __str__(self) -> str:
         """`newton_schulz(jordan, 5 steps, auto)`."""
         family = self.coefficients if isinstance(self.coefficients, str) else "own coefficients"
-        steps = len(coefficient_set(self.coefficients).polynomials(self.steps))
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"newton_schulz({family}, {steps} steps, {dtype})"
+        return f"newton_schulz({family}, {self._count} steps, {dtype})"
 
 
 @dataclass(frozen=True)
 class GramNewtonSchulz(NewtonSchulz):
     """The same polynomials of the m x m Gram matrix, and one product with X at the end.
 
-    [Dao-AILab/gram-newton-schulz, README, Algorithm 1, without restarts]
+    [Dao-AILab/gram-newton-schulz, README, Algorithm 1]
 
     Every step is X <- Z' X with Z' = a I + Z, Z = b R + c R R and R = X X^T, so R <- Z' R Z' and
     Q <- Q Z' do without X: 4 m^2 n + 34 m^3 flops for five steps in place of 20 m^2 n + 10 m^3,
-    fewer from n = 1.5 m on. Rounding errors of R are amplified by the later steps: harmless in
-    float32 (1e-3 on spectra down to 1e-3), not in 16 bits. Matrices with n < 1.5 m and 16-bit
-    products take the standard form. Options as for `NewtonSchulz`.
+    fewer from n = 1.5 m on; matrices with n < 1.5 m take the standard form.
+
+    Rounding leaves R with eigenvalues down to about -u, u being the unit roundoff of the products,
+    and each later step multiplies them by a^2. Before they reach 0.1 the iteration is restarted
+    from X <- Q X: never in five steps in float32, once in float16, twice in bfloat16.
+
+    Args:
+        restarts: steps before which to restart; "auto" is by the rule above. Without restarts, (),
+            16-bit products diverge on decaying spectra.
+
+    Other options as for `NewtonSchulz`.
     """
 
-    def flops(self, short: int, long: int) -> int:
-        """Of the products for one matrix of that shape, in float32."""
+    restarts: tuple[int, ...] | str = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        steps = self._count
+        if self.restarts != "auto" and (
+            isinstance(self.restarts, str)
+            or not all(0 < step < steps for step in self.restarts)
+            or list(self.restarts) != sorted(set(self.restarts))
+        ):
+            raise ConfigurationError(
+                f'restarts={self.restarts!r}: give "auto", or steps from 1 to {steps - 1} in order'
+            )
+
+    def work(self, short: int, long: int) -> Work:
+        """For one matrix of that shape, short <= long, without restarts."""
         if 2 * long < 3 * short:
-            return super().flops(short, long)
-        count = len(coefficient_set(self.coefficients).polynomials(self.steps))
-        return 4 * short**2 * long + 2 * (4 * count - 3) * short**3
+            return super().work(short, long)
+        products = 4 * self._count - 3
+        return Work(4 * short**2 * long + 2 * products * short**3, operations=9 + products)
 
     def _products(self, x: Stack, polynomials: tuple[Triple, ...]) -> Stack:
         short, long = x.shape[-2:]
-        if 2 * long < 3 * short or x.dtype.itemsize < 4:
+        if 2 * long < 3 * short:
             return super()._products(x, polynomials)
+        restarts = self.restarts
+        if isinstance(restarts, str):
+            restarts = _restarts(polynomials, torch.finfo(x.dtype).eps / 2)
+        ends = (*restarts, len(polynomials))
+        for start, end in zip((0, *restarts), ends, strict=True):
+            x = self._segment(x, polynomials[start:end])
+        return x
+
+    def _segment(self, x: Stack, polynomials: tuple[Triple, ...]) -> Stack:
+        """Some steps without a restart between them."""
         gram = x @ x.mT
         factor: Tensor | None = None
         for step, (a, b, c) in enumerate(polynomials):
             z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            if step == len(polynomials) - 1 and factor is None:
+                # Z' rounded to 16 bits would lose a I.
+                return torch.baddbmm(x, z, x, beta=a)
             if factor is None:
-                identity = torch.eye(short, dtype=x.dtype, device=x.device)
+                identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
                 factor = z + a * identity
             else:
                 factor = torch.baddbmm(factor, factor, z, beta=a)
@@ -173,27 +225,47 @@ class GramNewtonSchulz(NewtonSchulz):
         return f"gram_{super().__str__()}"
 
 
-METHODS: dict[str, Callable[[], Orthogonalizer]] = {
-    "newton_schulz": NewtonSchulz,
-    "gram_newton_schulz": GramNewtonSchulz,
-}
+def _restarts(polynomials: Sequence[Triple], roundoff: float) -> tuple[int, ...]:
+    """Steps before which an eigenvalue of -roundoff would have grown beyond 0.1."""
+    restarts: list[int] = []
+    grown = roundoff
+    for step in range(1, len(polynomials)):
+        grown *= polynomials[step - 1][0] ** 2
+        if grown > 0.1:
+            restarts.append(step)
+            grown = roundoff
+    return tuple(restarts)
 
 
-def orthogonalizer(method: Any) -> Orthogonalizer:
-    """The method of that name with its defaults; a callable passes through."""
-    if isinstance(method, str):
-        return lookup(METHODS, method, "orthogonalize")()
-    if not callable(method):
-        raise ConfigurationError(
-            f"orthogonalize={method!r}: give a callable [..., m, n] -> [..., m, n] or one of "
-            f"{', '.join(map(repr, METHODS))}"
-        )
-    return method
+@dataclass(frozen=True)
+class PolarSVD:
+    """The polar factor itself, U V^T of X = U S V^T, by a singular value decomposition.
 
+    What all other methods approximate: a slow reference, in float64 for float64 input and in
+    float32 for all other. Directions whose singular value is below max(m, n) eps of the largest are
+    left out, so that a zero matrix gives zero; NaN or inf makes its own matrix NaN and no other.
+    """
 
-def flops_of(method: Orthogonalizer) -> Callable[[int, int], float]:
-    """(short, long) -> flops of a method; those of Newton-Schulz where it doesn't say."""
-    return getattr(method, "flops", NewtonSchulz().flops)
+    def __call__(self, x: Tensor, /) -> Tensor:
+        """Orthogonalise the trailing two axes of x, [..., m, n] -> [..., m, n], dtype kept."""
+        return on_wide_stack(self._of_wide, x)
+
+    def work(self, short: int, long: int) -> Work:
+        """For one matrix of that shape [Golub and Van Loan 2013, figure 8.6.1]."""
+        return Work(6 * short**2 * long + 20 * short**3, operations=10)
+
+    def _of_wide(self, x: Stack) -> Stack:
+        full = x.to(torch.promote_types(x.dtype, torch.float32))
+        # The decomposition refuses a whole stack for one entry that isn't finite.
+        finite = largest_entry(full).isfinite()
+        u, s, vh = torch.linalg.svd(torch.where(finite, full, 0), full_matrices=False)
+        floor = max(x.shape[-2:]) * torch.finfo(full.dtype).eps * s[..., :1]
+        kept = u * (s > floor).unsqueeze(-2)
+        return torch.where(finite, kept @ vh, torch.nan).to(x.dtype)
+
+    def __str__(self) -> str:
+        """`polar_svd`."""
+        return "polar_svd"
 
 
 def on_wide_stack(method: Callable[[Stack], Stack], x: Tensor) -> Tensor:
@@ -208,6 +280,12 @@ def on_wide_stack(method: Callable[[Stack], Stack], x: Tensor) -> Tensor:
     wide = x.mT if tall else x
     result = method(wide.reshape(-1, *wide.shape[-2:])).reshape(wide.shape)
     return result.mT if tall else result
+
+
+def largest_entry(x: Stack) -> Tensor:
+    """max |x_ij| of every matrix, [k, 1, 1]; the largest norm of torch takes 15 times as long."""
+    low, high = x.amin((-2, -1), keepdim=True), x.amax((-2, -1), keepdim=True)
+    return torch.maximum(high, low.neg())
 
 
 @dataclass(frozen=True)
@@ -229,8 +307,7 @@ def _frobenius(x: Stack) -> Tensor:
 def _spectral(x: Stack) -> Tensor:
     full = x.to(torch.promote_types(x.dtype, torch.float32))
     # The decomposition refuses a whole stack for one entry that isn't finite.
-    peak = torch.linalg.vector_norm(full, float("inf"), dim=(-2, -1), keepdim=True)
-    full = torch.where(peak.isfinite(), full, 0)
+    full = torch.where(largest_entry(full).isfinite(), full, 0)
     return torch.linalg.matrix_norm(full, 2, keepdim=True).to(x.dtype)
 
 

@@ -28,8 +28,9 @@ from fmuon.base import (
 )
 from fmuon.buckets import Bucket, MatrixLeaf, plan, together
 from fmuon.collectives import SHARDINGS, is_sharded, sharding_number
+from fmuon.methods import flops_of
 from fmuon.metrics import METRICS, SKIPPED, metric_key
-from fmuon.orthogonalize import Orthogonalizer, flops_of
+from fmuon.orthogonalize import Orthogonalizer
 from fmuon.partition import Assignment, Label, Labels, Leaf, as_view, assign, check_key, declared
 from fmuon.scalars import check_scalar, is_mask
 from fmuon.scaling import ScaleRule
@@ -347,7 +348,8 @@ def _plan_update(
             )
         # The second moment, whose shape is another, comes last.
         like = next(iter(held.values()), gradient)
-        mesh = config.mesh if like is None or like.sharding is None else like.sharding.mesh
+        sharding = None if like is None else sharding_of(config, like)
+        mesh = None if sharding is None else sharding.mesh
         if like is None or (gradient is None and config.missing == "skip" and mesh is None):
             idle.append(path)
             continue
@@ -387,13 +389,27 @@ def _plan_update(
     )
 
 
+def sharding_of(config: Configuration, spec: Spec) -> Sharding | None:
+    """How a leaf is shared: on the mesh of the options, which may say more than its own."""
+    own, mesh = spec.sharding, config.mesh
+    if mesh is None:
+        return own
+    return Sharding(spec.shape, mesh, (None,) * len(mesh.shape)) if own is None else own.on(mesh)
+
+
 def matrix_leaf(
-    config: Configuration, path: str, label: Matrix, spec: Spec, dtype: torch.dtype
+    config: Configuration,
+    path: str,
+    label: Matrix,
+    spec: Spec,
+    dtype: torch.dtype,
+    sharding: Sharding | None = None,
 ) -> MatrixLeaf:
-    """A matrix leaf as the buckets need it: what is whole on this rank has no sharding."""
-    sharding = spec.sharding
-    if sharding is None and config.mesh is not None:
-        sharding = Sharding(spec.shape, config.mesh, (None,) * len(config.mesh.shape))
+    """A matrix leaf as the buckets need it: what is whole on this rank has no sharding.
+
+    `sharding` is how it is shared, if not as its tensor is.
+    """
+    sharding = sharding or sharding_of(config, spec)
     view = label.view(path, spec.shape)
     if sharding is not None:
         if sharding.domain is not None:

@@ -11,7 +11,7 @@ import functools
 import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from math import prod
 from typing import TypeAlias
 
@@ -129,6 +129,23 @@ class Sharding:
         ]
         mesh = _along(self.mesh, tuple(kept))
         return Sharding(tuple(lengths), mesh, tuple(self.splits[d] for d in kept))
+
+    def on(self, mesh: Mesh) -> "Sharding":
+        """The same leaf on a mesh that this one is a part of: copied along the other dimensions.
+
+        A mesh that isn't keeps what it has.
+        """
+        for dims in combinations(range(len(mesh.shape)), len(self.mesh.shape)):
+            if _along(mesh, dims).ranks == self.mesh.ranks:
+                splits = dict(zip(dims, self.splits, strict=True))
+                every = tuple(splits.get(dim) for dim in range(len(mesh.shape)))
+                return Sharding(self.shape, mesh, every)
+        return self
+
+
+def grid(*shape: int) -> Mesh:
+    """The mesh of that shape as rank 0 sees it; none of the ranks need exist."""
+    return Mesh(shape, tuple(range(prod(shape))), (0,) * len(shape))
 
 
 @functools.cache

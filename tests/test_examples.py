@@ -198,3 +198,31 @@ def test_07_the_metrics_are_written_for_tensorboard(metrics_run):
     written = events.read_bytes()
     for tag in (b"loss", b"fmuon/update_rms/first.weight", b"fmuon/skipped_steps"):
         assert written.count(tag) >= 40
+
+
+def torchrun(processes, *arguments, folder):
+    """What an example prints when that many processes run it."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        f"--nproc-per-node={processes}", EXAMPLES / "fsdp2.py", "--smoke", *arguments,
+    ]  # fmt: skip
+    environment = ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo"}
+    run = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_fsdp2_a_run_goes_on_with_another_number_of_processes(tmp_path):
+    losses = r"validation loss ([\d.]+)\nvalidation loss ([\d.]+) after 20 steps\n"
+    first = torchrun(2, folder=tmp_path)
+    halfway, end = numbers(losses, first)
+    assert end < halfway - 0.1
+    assert re.search(r"^ +1 +\d+ ", first, re.MULTILINE), "a line for rank 1"
+    for processes in (1, 3):
+        again = torchrun(processes, "--resume", folder=tmp_path)
+        assert f"going on from step 10 with {processes} processes" in again
+        loaded, resumed = numbers(losses, again)
+        assert loaded == pytest.approx(halfway, abs=2e-4)
+        assert resumed == pytest.approx(end, abs=5e-3)

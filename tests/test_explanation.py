@@ -272,3 +272,49 @@ def test_a_declared_stack_is_not_warned_of(recwarn):
         label(model)
     with pytest.warns(UserWarning, match="'experts'"):
         fmuon.FMuon(model)
+
+
+def test_a_mesh_that_need_not_exist_gives_owners_and_a_table_of_ranks():
+    params = {f"w{i}": torch.empty(6, 8 + 8 * (i == 0)) for i in range(4)} | {"b": torch.empty(3)}
+    assert_expected_inline(
+        str(explain(params, mesh=(1, 3))),
+        """\
+leaf  shape  gets   matrices  scale   owner   why
+----  -----  -----  --------  ------  ------  --------
+w0    6x16   muon   6 x 16    0.8     rank 0  a matrix
+w1    6x8    muon   6 x 8     0.5657  rank 1  a matrix
+w2    6x8    muon   6 x 8     0.5657  rank 2  a matrix
+w3    6x8    muon   6 x 8     0.5657  rank 1  a matrix
+b     3      adamw                            a vector
+
+elements: 240 muon, 3 auxiliary
+stacks: 3 of 6 x 8, 1 of 6 x 16, by newton_schulz(jordan, 5 steps, auto)
+
+rank  leaves       Gflop       MB sent
+   0       1       0.000         0.000
+   1       2       0.000         0.000
+   2       1       0.000         0.000
+
+busiest over mean: 1.269 flops, 1.050 bytes""",
+    )
+
+
+def test_what_ranks_do_is_counted_by_hand():
+    params = {"w": torch.empty(6, 8), "v": torch.empty(6, 8)}
+    shares = explain(params, muon(orthogonalize=NewtonSchulz(steps=1)), mesh=2).shares
+    assert [share.leaves for share in shares.ranks] == [("v",), ("w",)]
+    # X X^T and the product with X, 2 * 6 * 6 * 8 flops each, and A A, 2 * 6 * 6 * 6.
+    assert {share.flops for share in shares.ranks} == {4 * 6 * 6 * 8 + 2 * 6**3}
+    # Half of a matrix to its owner, and half of the other one back, in float32.
+    assert {share.sent for share in shares.ranks} == {2 * 24 * 4}
+
+
+def test_the_plan_of_a_step_is_that_of_its_explanation():
+    params = {f"w{i}": torch.empty(6, 8 + i) for i in range(5)}
+    assert fmuon.distributed.plan(muon(), params, 3) == explain(params, mesh=3).shares
+    assert explain(params).shares is None
+
+
+def test_only_the_first_of_many_ranks_are_printed():
+    text = str(fmuon.distributed.plan(muon(), {"w": torch.empty(64, 64)}, 64))
+    assert " and 48 more ranks" in text and "busiest over mean: 64.000 flops" in text

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from fmuon.coefficients import COEFFICIENTS
-from fmuon.orthogonalize import METHODS, NewtonSchulz
+from fmuon.methods import METHODS
+from fmuon.orthogonalize import NewtonSchulz
 
 SUBJECTS = {name: make() for name, make in METHODS.items()}
 SUBJECTS |= {f"newton_schulz({name})": NewtonSchulz(name) for name in COEFFICIENTS}

@@ -120,6 +120,10 @@ def where_of(layout, world, path, shape):
         return choices.get(path)
     if layout.startswith("ddp"):
         return None
+    if layout == "parts of a mesh":
+        # Layers that tensor parallelism left alone, beside one that it cut.
+        grid = mesh_of((2, world // 2), ("outer", "inner"))
+        return {"a": (grid, [S0, S1]), "bias": None}.get(path, (grid["inner"], [S0]))
     if layout == "ranks out of order":
         return scrambled(), [R, S0] if len(shape) > 1 else [R, R]
     if layout == "experts":
@@ -142,6 +146,7 @@ def option_mesh(layout, world):
         "ddp by group": lambda: dist.group.WORLD,
         "ddp by mesh": lambda: mesh_of((world,)),
         "ddp by grid": lambda: mesh_of((2, world // 2), ("outer", "inner")),
+        "parts of a mesh": lambda: mesh_of((2, world // 2), ("outer", "inner")),
     }.get(layout, lambda: None)()
 
 

@@ -19,6 +19,8 @@ from layouts import (
     shapes_of,
     where_of,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fmuon
@@ -30,6 +32,8 @@ CASES = [
     *((name, world) for name, (shapes, _) in GRIDS.items() for world in shapes),
     *((name, world) for name in ("ddp by group", "ddp by mesh", "experts") for world in (2, 3, 4)),
     *((name, 4) for name in ("ddp by grid", "experts, copied", "mixed", "ranks out of order")),
+    ("parts of a mesh", 2),
+    ("parts of a mesh", 4),
 ]
 
 
@@ -146,37 +150,79 @@ def test_nobody_has_more_than_his_share_of_the_work():
     assert max(flops) <= 4 / 3 * sum(flops) / 2
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param("column-wise", marks=pytest.mark.slow),
-        pytest.param("hsdp", marks=pytest.mark.slow),
-        "shard 0",
-        "ddp by group",
-    ],
-)
-def test_a_compiled_update_is_one_graph_with_the_same_result(layout):
-    world = 2 if layout in ("ddp by group", "shard 0") else 4
-    check(ranks.run(five_steps, world, layout, False, {}, "aot_eager"), layout)
+QUICK = {("shard 0", 2), ("ddp by group", 2)}
+COMPILED = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+    for case in CASES
+    if case[1] != 3
+]
+
+
+@pytest.mark.parametrize(("layout", "world"), COMPILED)
+def test_a_compiled_update_is_one_graph_with_the_same_result(layout, world):
+    check(ranks.run(five_steps, world, layout, False, {}, "aot_eager", timeout=100), layout)
 
 
 # ---- the order of messages and arithmetic --------------------------------------------------------
+
+
+def three_buckets(layout, world):
+    """An update of three leaves that share no stack, and what it is called with."""
+    shapes = {"a": (16, 8), "b": (12, 8), "c": (10, 6)}
+    plain, (given,) = inputs(shapes, 1)
+    where = {path: where_of(layout, world, path, shape) for path, shape in shapes.items()}
+    opt = fmuon.muon(0.1, missing="zero", orthogonalize=fmuon.NewtonSchulz(steps=1))
+    params = {path: put(t, where[path]) for path, t in plain.items()}
+    grads = {path: put(t, where[path]) for path, t in given.items()}
+    return opt, (grads, opt.init(params), 0, params)
+
+
+class Order(TorchDispatchMode):
+    """Notes messages, waits and products as they come."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        name = function.name().split("::")[1]
+        letter = {"all_to_all_single": "a", "all_gather_into_tensor": "g", "wait_tensor": "w"}
+        if name in letter or "mm" in name:
+            self.order.append(letter.get(name, "m"))
+        return function(*args, **(kwargs or {}))
+
+
+def eager_order(rank, world, layout):
+    opt, arguments = three_buckets(layout, world)
+    with Order() as noted:
+        opt.update(*arguments)
+    return "".join(noted.order)
+
+
+def test_the_next_bucket_is_sent_before_this_one_is_waited_for():
+    orders = ranks.run(eager_order, 2, "shard 0")
+    assert {order.replace("m", "") for order in orders} == {"aawaawawwaww"}
+    assert "aawaawmmmawwmmmaww" in orders
+
+
+def test_replicas_are_sent_their_copies_while_the_next_bucket_is_on_its_way():
+    orders = ranks.run(eager_order, 4, "hsdp")
+    # Send 1, 2, wait 1, return 1; send 3, wait 2, return 2, wait 1, copy 1; wait 3, return 3, and
+    # only then wait for the copies of 1, wait 2, copy 2, and so on. Unequal copies are an all-to-all.
+    turns = ("aawa", "awawa", "wawwa", "wwa", "w")
+    assert {order.replace("m", "") for order in orders} == {"".join(turns)}
 
 
 def generated(rank, world):
     """The collectives and products of the code that inductor makes of an update, in order."""
     from torch._inductor.utils import run_and_get_code
 
-    shapes = {"a": (16, 8), "b": (12, 8), "c": (10, 6)}
-    plain, (given,) = inputs(shapes, 1)
-    where = {path: where_of("shard 0", world, path, shape) for path, shape in shapes.items()}
-    opt = fmuon.muon(0.1, missing="zero", orthogonalize=fmuon.NewtonSchulz(steps=1))
-    params = {path: put(t, where[path]) for path, t in plain.items()}
-    state = opt.init(params)
-    grads = {path: put(t, where[path]) for path, t in given.items()}
-    expected, _ = opt.update(grads, state, 0, params)
+    opt, arguments = three_buckets("shard 0", world)
+    expected, _ = opt.update(*arguments)
     update = fmuon.compile(opt.update, "default")
-    (updates, _), (code,) = run_and_get_code(update, grads, state, 0, params)
+    (updates, _), (code,) = run_and_get_code(update, *arguments)
     for path in updates:
         torch.testing.assert_close(updates[path].to_local(), expected[path].to_local())
     call = r"^ +(?:\w+ = )?(?:torch\.ops\.)?_c10d_functional\.(all_to_all|wait)_\w+\.default\("

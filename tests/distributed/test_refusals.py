@@ -89,11 +89,23 @@ def no_mesh(rank, where):
     fmuon.muon(mesh=2)
 
 
+def offloaded(rank, where):
+    """A shard that is not on the devices of its mesh; another device than a CPU is not needed."""
+    whole = draw(where)
+    shard = DTensor(whole.to_local().to("meta"), whole._spec, requires_grad=False)
+    fmuon.init({"w": shard})
+
+
+def no_number_of_ranks(rank, where):
+    fmuon.explain({"w": torch.ones(4, 6)}, mesh=(2, 0))
+
+
 CASES = {
     function.__name__: function
     for function in (
         partial_param, partial_grad, other_grad, plain_grad, replicated_state, flat_parameter,
-        unequal_shapes, unequal_names, unequal_options, unequal_optimizers, no_mesh,
+        unequal_shapes, unequal_names, unequal_options, unequal_optimizers, no_mesh, offloaded,
+        no_number_of_ranks,
     )
 }  # fmt: skip
 for option, value in {
@@ -121,6 +133,8 @@ EXPECTED = {
     "unequal_options": r"StateError: the ranks \[0, 1\] disagree.*skip.*zero",
     "unequal_optimizers": r"StateError: the ranks \[0, 1\] disagree.*skip.*zero",
     "no_mesh": r"ConfigurationError: mesh=2: give a DeviceMesh or a process group",
+    "offloaded": r"LeafError: 'w': its shards are on meta, its mesh on 'cpu'; offloaded param",
+    "no_number_of_ranks": r"ConfigurationError: mesh=\(2, 0\): give a number of ranks, \(replicas",
     **{
         name: rf"ConfigurationError: 'w' is shared among the ranks \[0, 1\], and {option}="
         for option in ("second_moment", "adaptive", "metrics", "differentiable")

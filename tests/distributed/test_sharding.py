@@ -15,9 +15,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fmuon.base import Matrix
 from fmuon.buckets import MatrixLeaf, assigned, plan
 from fmuon.distributed import shares
+from fmuon.methods import flops_of
 from fmuon.orthogonalize import NewtonSchulz
 from fmuon.scaling import scale_rule
-from fmuon.sharding import Mesh, Sharding, Split, balanced, elements, exchange
+from fmuon.sharding import Mesh, Sharding, Split, balanced, elements, exchange, grid
 
 SCALE = scale_rule("match_rms_adamw")
 
@@ -218,7 +219,7 @@ def test_what_a_rank_is_said_to_send_is_what_its_exchange_sends():
         ((5, 3), (3, 5), (7, 2)),
         (2, 2),
         (3, 2, 1, 0),
-        NewtonSchulz().flops,
+        flops_of(NewtonSchulz()),
     )
     for coordinate in coordinates(grid):
         leaves = leaves_on(shapes, grid, coordinate, order)
@@ -242,3 +243,34 @@ def leaves_on(shapes, grid, coordinate, order):
         )
         for index, shape in enumerate(shapes)
     ]  # fmt: skip
+
+
+# ---- leaves on a part of a mesh ------------------------------------------------------------------
+
+
+@given(cases(), st.data())
+def test_a_leaf_on_a_part_of_a_mesh_is_copied_along_the_rest(case, data):
+    shape, sides, splits, ranks = case
+    coordinate = tuple(data.draw(st.integers(0, side - 1)) for side in sides)
+    whole = sharding(shape, sides, splits, coordinate, ranks)
+    dims = data.draw(st.sets(st.integers(0, len(sides) - 1), min_size=1).map(sorted))
+    part = Mesh(
+        tuple(sides[d] for d in dims),
+        tuple(whole.mesh.ranks[whole.mesh.index(place)] for place in whole.mesh.places(dims)),
+        tuple(coordinate[d] for d in dims),
+    )
+    own = Sharding(shape, part, tuple(splits[d] for d in dims))
+    on_all = own.on(whole.mesh)
+    assert on_all.mesh is whole.mesh
+    assert on_all.local_shape == own.local_shape
+    cut = {on_all.mesh.shape[d] for d in on_all.split_dims}
+    assert cut == {part.shape[d] for d in own.split_dims}
+    # Every rank of the whole mesh is one of those that share the work.
+    domain = on_all.domain
+    everyone = prod(sides)
+    assert (1 if domain is None else domain.workers) == everyone
+
+
+def test_a_leaf_on_another_mesh_stays_there():
+    diagonal = sharding((4, 6), (2,), (Split(0),), ranks=(0, 3))
+    assert diagonal.on(grid(2, 2)) is diagonal
