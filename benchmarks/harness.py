@@ -43,18 +43,24 @@ def interleave(
     times: dict[str, list[float]] = {name: [] for name in subjects}
     names = list(subjects)
     gc.disable()
+    # What is there already need not be looked through in every round.
+    gc.freeze()
     try:
         for turn in range(rounds):
             start = turn % len(names)
-            for name in names[start:] + names[:start]:
-                if sum(times[name]) > seconds:
-                    continue
+            running = [
+                name for name in names[start:] + names[:start] if sum(times[name]) <= seconds
+            ]
+            if not running:
+                break
+            for name in running:
                 subjects[name].prepare()
                 before = time.perf_counter()
                 subjects[name].step()
                 times[name].append(time.perf_counter() - before)
             gc.collect()
     finally:
+        gc.unfreeze()
         gc.enable()
     return times
 

@@ -16,8 +16,10 @@ import argparse
 import functools
 import importlib.util
 import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import harness
 import tables
@@ -26,7 +28,7 @@ from harness import Row, Timed
 from torch import Tensor
 
 import fmuon
-from fmuon import Auto, GramNewtonSchulz, NewtonSchulz, PolarSVD, Zolotarev
+from fmuon import Auto, GramNewtonSchulz, NewtonSchulz, PolarSVD, Zolotarev, methods
 from fmuon.orthogonalize import multiplies_bfloat16
 
 METHODS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -57,8 +59,8 @@ CALIBRATION = (
 )  # fmt: skip
 HELD_OUT = (
     (8, 24, 216), (32, 48, 48), (12, 48, 432), (8, 80, 80), (6, 80, 320), (8, 96, 96),
-    (3, 112, 448), (2, 128, 128), (16, 160, 160), (4, 192, 768), (12, 384, 384), (2, 320, 1280), (1, 384, 1536),
-    (3, 640, 640), (1, 768, 768), (1, 1024, 4096),
+    (3, 112, 448), (2, 128, 128), (16, 160, 160), (4, 192, 768), (12, 384, 384), (2, 320, 1280),
+    (1, 384, 1536), (3, 640, 640), (1, 768, 768), (1, 1024, 4096),
 )  # fmt: skip
 TRIAL = ((2, 16, 48), (2, 40, 40))
 
@@ -71,6 +73,9 @@ def main() -> None:
     parser.add_argument("--trial", action="store_true", help="two small stacks")
     parser.add_argument("--seconds", type=float, default=1.5, help="at most, per method and shape")
     arguments = parser.parse_args()
+    if arguments.calibrate:
+        print(calibrated(tables.latest(harness.read("orthogonalize"), "case")))
+        return
     if arguments.record:
         harness.refuse_dirty_tree()
     stamp = harness.environment()
@@ -117,6 +122,41 @@ def times(stack: int, short: int, long: int, split: str, seconds: float) -> list
         {"case": "time", "method": name, **shape, **harness.summary(measured[name])}
         for name in subjects
     ]
+
+
+def calibrated(rows: list[Row]) -> str:
+    """The constants of `fmuon.methods` that come nearest to measured times, in the logarithm."""
+    known = {name: METHODS[name] for name in METHODS if hasattr(METHODS[name], "work")}
+    fitted = [
+        (math.log(row["seconds_min"] / row["stack"]), known[row["method"]], row)
+        for row in rows
+        if row["case"] == "time" and row["split"] == "calibration"
+        and "bfloat16" not in row["method"] and "auto" not in row["method"]
+        and row["method"] in known and row["method"] != "exact"
+    ]  # fmt: skip
+
+    def error(constants: dict[str, float]) -> float:
+        with mock.patch.multiple(methods, **constants):
+            differences = [
+                seconds - math.log(methods.cost(method, row["stack"], row["short"], row["long"]))
+                for seconds, method, row in fitted
+            ]
+        # Their mean is the rate of the machine.
+        return statistics.pstdev(differences)
+
+    best = {name: getattr(methods, name) for name in ("HALF_RATE", "BASE_CASE", "OPERATION")}
+    for factor in (2.0, 1.3, 1.1, 1.03):
+        moved = True
+        while moved:
+            moved = False
+            for name in best:
+                for step in (factor, 1 / factor):
+                    tried = best | {name: best[name] * step}
+                    if error(tried) < error(best):
+                        best, moved = tried, True
+    lines = [f"{name} = {value:.3g}" for name, value in best.items()]
+    spread = f"standard deviation of measured over expected times: {math.exp(error(best)):.2f}"
+    return "\n".join([*lines, spread])
 
 
 # ---- quality -------------------------------------------------------------------------------------

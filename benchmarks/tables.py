@@ -7,6 +7,7 @@ A table holds the latest record of every inventory (or case) of its question, an
 markers in benchmarks/README.md; the headline stands in the README of the project too.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -266,6 +267,85 @@ def memory(rows: Sequence[Row]) -> str:
     return _table(header, lines)
 
 
+# ---- orthogonalize -------------------------------------------------------------------------------
+
+
+def orthogonalize(rows: Sequence[Row]) -> str:
+    """Times over that of two products, errors by kind of matrix, and what the choice costs."""
+    return "\n\n".join([_times(rows), _choices(rows), _qualities(rows)])
+
+
+def _times(rows: Sequence[Row]) -> str:
+    rows = [row for row in rows if row["case"] == "time"]
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    lines: list[list[Any]] = []
+    for shape, group in _grouped(rows, ("stack", "short", "long")).items():
+        by_name = {row["method"]: row for row in group}
+        ratios = [
+            _ratio(by_name[name]["seconds_min"], by_name[name]["floor"]) if name in by_name else ""
+            for name in names
+        ]
+        first = group[0]
+        rate = 4 * first["stack"] * first["short"] ** 2 * first["long"] / first["floor"]
+        held = "*" if first["split"] == "held out" else ""
+        lines.append([" x ".join(map(str, shape)) + held, f"{rate / 1e9:.0f}", *ratios])
+    return _table(("stack x short x long", "two products, GFLOP/s", *names), lines)
+
+
+def _choices(rows: Sequence[Row]) -> str:
+    """The worst times of the choice over that of the quintic, and over the best of its rivals."""
+    lines: list[list[Any]] = []
+    for split in ("calibration", "held out"):
+        for choice, rivals in RIVALS.items():
+            over_first, over_best = [], []
+            mine = [row for row in rows if row["case"] == "time" and row["split"] == split]
+            for group in _grouped(mine, ("stack", "short", "long")).values():
+                seconds = {row["method"]: row["seconds_min"] for row in group}
+                over_first.append(seconds[choice] / seconds[rivals[0]])
+                over_best.append(seconds[choice] / min(seconds[name] for name in rivals))
+            if over_first:
+                worst = [f"{max(ratios):.2f}" for ratios in (over_first, over_best)]
+                means = [f"{_mean(ratios):.2f}" for ratios in (over_first, over_best)]
+                lines.append([choice, split, means[0], worst[0], means[1], worst[1]])
+    header = (
+        "choice", "shapes", "over its quintic", "at worst", "over the best method", "at worst",
+    )  # fmt: skip
+    return _table(header, lines)
+
+
+# A choice -> the methods that it is among, the iteration in its standard form first.
+RIVALS = {
+    "auto, ns5": ("quintic", "quintic, Gram", "Zolotarev, 2 poles"),
+    "auto, high": ("Polar Express", "Polar Express, Gram", "Zolotarev, 3 poles"),
+}
+
+
+def _qualities(rows: Sequence[Row]) -> str:
+    """Largest and rms error of singular values above 1e-3, and the cosine to the factor."""
+    rows = [row for row in rows if row["case"] == "quality"]
+    names = list(dict.fromkeys(row["method"] for row in rows))
+    lines: list[list[Any]] = []
+    for (spectrum,), group in _grouped(rows, ("spectrum",)).items():
+        by_name = {row["method"]: row for row in group}
+        cells = [
+            f"{row['largest']:.2f} {row['rms']:.3f} {row['cosine']:.3f}"
+            for row in map(by_name.__getitem__, names)
+        ]
+        lines.append([spectrum, *cells])
+    return _table(("largest, rms, cosine", *names), lines)
+
+
+def _grouped(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return groups
+
+
+def _mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
 # ---- Markdown ------------------------------------------------------------------------------------
 
 
@@ -288,6 +368,7 @@ TABLES: dict[str, tuple[str, str, Callable[[Sequence[Row]], str]]] = {
     "step": ("step", "inventory", all_steps),
     "compile_time": ("compile_time", "case", compile_time),
     "memory": ("memory", "inventory", memory),
+    "orthogonalize": ("orthogonalize", "case", orthogonalize),
 }
 
 

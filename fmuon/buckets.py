@@ -6,7 +6,7 @@ tensor code that follows a plan. Every matrix is stored wide in its stack: tall 
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
@@ -67,10 +67,12 @@ class StackPlan:
 
     `paths` and `scales` have one entry per matrix: the leaf it belongs to and its shape scale.
     `chunk` matrices at a time are orthogonalised, where one leaf alone exceeds the limit in bytes.
+    `total` counts the matrices of that shape in all buckets and, shared ones, on all ranks.
     """
 
     short: int
     long: int
+    total: int
     pieces: tuple[Piece, ...]
     counts: tuple[int, ...]
     paths: tuple[str, ...]
@@ -117,6 +119,10 @@ def plan(
     sizes: dict[Domain | None, list[int]] = defaultdict(list)
     for leaf in leaves:
         sizes[leaf.domain].append(_bytes(leaf))
+    totals: Counter[tuple[int, int]] = Counter()
+    for leaf in leaves:
+        for shape in _shapes(leaf):
+            totals[shape] += leaf.view.count
     buckets: list[Bucket] = []
     for domain, group, owner_of in assigned(leaves, flops):
         limit = max_stack_bytes
@@ -126,7 +132,7 @@ def plan(
             limit = thrifty if in_place else 2**28
         for connected in _connected(group):
             for chunk in _chunks(connected, limit):
-                buckets.append(_bucket(chunk, domain, owner_of, scale, limit))
+                buckets.append(_bucket(chunk, domain, owner_of, scale, limit, totals))
     return tuple(buckets)
 
 
@@ -149,8 +155,7 @@ def assigned(
 
 def cost(leaf: MatrixLeaf, flops: Callable[[int, int], float]) -> float:
     """Flops of the products for all matrices of a leaf."""
-    sides = product(leaf.view.row_blocks, leaf.view.column_blocks)
-    return leaf.view.count * sum(flops(min(side), max(side)) for side in sides)
+    return leaf.view.count * sum(flops(*shape) for shape in _shapes(leaf))
 
 
 def _bytes(leaf: MatrixLeaf) -> int:
@@ -159,16 +164,17 @@ def _bytes(leaf: MatrixLeaf) -> int:
     return math.prod(leaf.view.shape) * leaf.dtype.itemsize // workers
 
 
-def _shapes(leaf: MatrixLeaf) -> set[tuple[int, int]]:
+def _shapes(leaf: MatrixLeaf) -> list[tuple[int, int]]:
+    """(short, long) of every block of a leaf."""
     sides = product(leaf.view.row_blocks, leaf.view.column_blocks)
-    return {(min(rows, columns), max(rows, columns)) for rows, columns in sides}
+    return [(min(rows, columns), max(rows, columns)) for rows, columns in sides]
 
 
 def _connected(leaves: Sequence[MatrixLeaf]) -> list[list[MatrixLeaf]]:
     """Leaves that share a matrix shape, directly or through others, in one list."""
     components: list[tuple[set[tuple[int, int]], list[MatrixLeaf]]] = []
     for leaf in leaves:
-        shapes, members = _shapes(leaf), [leaf]
+        shapes, members = set(_shapes(leaf)), [leaf]
         apart: list[tuple[set[tuple[int, int]], list[MatrixLeaf]]] = []
         for component in components:
             if component[0] & shapes:
@@ -198,6 +204,7 @@ def _bucket(
     owner_of: Mapping[str, int],
     scale: ScaleRule,
     max_bytes: int,
+    totals: Mapping[tuple[int, int], int],
 ) -> Bucket:
     shared: Exchange | None = None
     leaves = list(members)
@@ -216,6 +223,7 @@ def _bucket(
     stacks = tuple(
         StackPlan(
             *shape,
+            total=totals[shape],
             pieces=tuple(pieces),
             counts=tuple(piece.count for piece in pieces),
             paths=tuple(leaves[piece.leaf].path for piece in pieces for _ in range(piece.count)),

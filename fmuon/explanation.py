@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fmuon.base import Matrix, Transformation, Tree
 from fmuon.distributed import Shares, shares_of
 from fmuon.functional import configuration_of, muon
+from fmuon.methods import chosen
 from fmuon.partition import Assignment, route
 from fmuon.planning import Configuration
 from fmuon.tree import flatten
@@ -136,6 +138,8 @@ def _summary(
 ) -> str:
     stacks: Counter[tuple[int, int]] = Counter()
     elements: Counter[str] = Counter()
+    # What a method may choose by.
+    kinds: dict[tuple[int, int], tuple[torch.dtype, torch.device]] = {}
     for path, (label, _, _) in assignments.items():
         leaf = leaves[path]
         if leaf is None:
@@ -146,7 +150,13 @@ def _summary(
             view = label.view(path, tuple(leaf.shape))
             for rows in view.row_blocks:
                 for columns in view.column_blocks:
-                    stacks[min(rows, columns), max(rows, columns)] += view.count
-    shapes = ", ".join(f"{count} of {m} x {n}" for (m, n), count in sorted(stacks.items()))
+                    shape = min(rows, columns), max(rows, columns)
+                    stacks[shape] += view.count
+                    kinds[shape] = leaf.dtype, leaf.device
+    method = config.orthogonalize
+    entries = [f"{count} of {m} x {n}" for (m, n), count in sorted(stacks.items())]
+    choices = [chosen(method, count, *s, *kinds[s]) for s, count in sorted(stacks.items())]
+    if any(choice is not method for choice in choices):
+        entries = [f"{entry} by {choice}" for entry, choice in zip(entries, choices, strict=True)]
     counts = ", ".join(f"{elements[kind]:,} {kind}" for kind in sorted(elements, reverse=True))
-    return f"elements: {counts}\nstacks: {shapes or 'none'}, by {config.orthogonalize}"
+    return f"elements: {counts}\nstacks: {', '.join(entries) or 'none'}, by {method}"

@@ -50,7 +50,7 @@ from fmuon.collectives import (
     to_parts,
     to_replicas,
 )
-from fmuon.methods import orthogonalizer
+from fmuon.methods import chosen, orthogonalizer
 from fmuon.metrics import METRICS
 from fmuon.momentum import average, look_ahead
 from fmuon.orthogonalize import NewtonSchulz, Orthogonalizer
@@ -424,8 +424,11 @@ def _orthogonalized(bucket: Bucket, looks: list[Tensor], call: Call) -> _Moved:
     stacks = stack(bucket, looks)
     orthogonal: list[Stack] = []
     for spec, matrices in zip(bucket.stacks, stacks, strict=True):
+        method = chosen(
+            config.orthogonalize, spec.total, spec.short, spec.long, bucket.dtype, device
+        )
         # In parts: a method may need several times the memory of what it is given.
-        parts = [config.orthogonalize(part) for part in matrices.split(spec.chunk)]
+        parts = [method(part) for part in matrices.split(spec.chunk)]
         orthogonal.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     factors = orthogonal
     slots: dict[str, list[Tensor]] = {}

@@ -19,12 +19,13 @@ from fmuon.base import ConfigurationError, constant_in_graphs, lookup
 from fmuon.orthogonalize import GramNewtonSchulz, NewtonSchulz, Orthogonalizer, PolarSVD, Work
 from fmuon.zolotarev import Zolotarev
 
-# Of a CPU: the side at which products run at half the rate of large ones, and flops in whose time
-# a base case of `inverse_factors` is done, and in whose time an operation on a stack starts.
-HALF_RATE = 20.0
-BASE_CASE = 1.0e6
-OPERATION = 1.0e6
-
+# Of a CPU, fitted: the side at which products run at half the rate of large ones, and flops in whose
+# time a base case of `inverse_factors` is done, and in whose time an operation on a stack starts.
+HALF_RATE = 6.7
+BASE_CASE = 1.74e6
+OPERATION = 1.69e6
+# How much cheaper a method with base cases must seem: the fit is off by as much.
+MARGIN = 1.15
 
 Choices: TypeAlias = dict[str, tuple[Any, ...]]
 """Methods of one quality by the dtype of their products."""
@@ -98,7 +99,11 @@ class Auto:
 @constant_in_graphs
 def _cheapest(quality: str, products: str, stack: int, short: int, long: int) -> int:
     """The place of the method in the choices of a quality, which a trace can't be handed."""
-    costs = [cost(method, stack, short, long) for method in QUALITIES[quality]()[products]]
+    methods = QUALITIES[quality]()[products]
+    costs = [
+        cost(method, stack, short, long) * (MARGIN if method.work(short, long).base_cases else 1)
+        for method in methods
+    ]
     return costs.index(min(costs))
 
 
@@ -128,6 +133,15 @@ def orthogonalizer(method: Any) -> Orthogonalizer:
             f"{', '.join(map(repr, METHODS))}"
         )
     return method
+
+
+def chosen(
+    method: Any, total: int, short: int, long: int, dtype: torch.dtype, device: torch.device
+) -> Orthogonalizer:
+    """What a method chooses for all matrices of a shape; itself, where it leaves no choice."""
+    if not hasattr(method, "choose"):
+        return method
+    return method.choose(total, short, long, dtype, device)
 
 
 def flops_of(method: Orthogonalizer) -> Callable[[int, int], float]:
