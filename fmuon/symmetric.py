@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fmuon.base import Stack, constant_in_graphs
 
-# Shorter sides have too few tiles above the diagonal to leave out.
+# Of 128 x 128 tiles this side has one above the diagonal to leave out. A guess: not yet measured.
 SMALLEST_SIDE = 256
 # Bytes of shared memory per block that a GPU must allow: an A100 has 163 KiB, an H200 227 KiB.
 # Consumer GPUs have less than 100 KiB, and the tiles of the kernel take nearly all of that.
@@ -35,9 +35,9 @@ def baddbmm(addend: Stack, left: Stack, right: Stack, *, beta: float, alpha: flo
 def takes_kernel(*operands: Stack) -> bool:
     """Whether the kernel computes this product of the operands, the left one among them.
 
-    On a GPU of the data centre with Triton, in 16 bits, from `SMALLEST_SIDE` on. Float32 products
-    outside of tensor cores are faster in cuBLAS. The kernel has no derivative and no batching rule,
-    so where either may be asked for the product is the plain one.
+    On a GPU of the data centre with Triton, in 16 bits, from `SMALLEST_SIDE` on; float32, for
+    which it has no tensor cores, is left to cuBLAS. The kernel has no derivative and no
+    batching rule, so where either may be asked for the product is the plain one.
     """
     first = operands[0]
     return (
@@ -61,7 +61,9 @@ def is_transformed() -> bool:
 @constant_in_graphs
 def has_kernel(device: torch.device) -> bool:
     """Whether Triton is installed and the GPU has room for the tiles."""
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(device)
+    # torch says how much only for NVIDIA's.
+    memory: int = getattr(properties, "shared_memory_per_block_optin", 0)
     return importlib.util.find_spec("triton") is not None and memory >= _SHARED_MEMORY
 
 

@@ -91,13 +91,16 @@ def test_traces_ask_for_transforms_too():
 
 
 @pytest.mark.parametrize("has_triton", [True, False])
-@pytest.mark.parametrize(("memory", "enough"), [(99 * 1024, False), (163 * 1024, True)])
+@pytest.mark.parametrize(
+    ("memory", "enough"),
+    [({}, False), *(({"shared_memory_per_block_optin": k * 1024}, k > 128) for k in (99, 163))],
+)
 def test_there_is_a_kernel_where_triton_and_room_for_its_tiles_are(
     monkeypatch, has_triton, memory, enough
 ):
     found = object() if has_triton else None
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
-    properties = types.SimpleNamespace(shared_memory_per_block_optin=memory)
+    properties = types.SimpleNamespace(**memory)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     assert symmetric.has_kernel(torch.device("cuda")) == (has_triton and enough)
 
