@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-torchtune test-torchtitan parity clients check mutants clean
+.PHONY: demo test test-all test-kernels test-torchtune test-torchtitan parity clients check mutants clean
 
 demo: .venv/examples ## train a byte-level GPT with Muon and AdamW
 	$(BIN)/python examples/train_gpt.py
@@ -16,6 +16,9 @@ test-all: .venv/test ## the longer checks too
 
 test-torchtune test-torchtitan: test-%: .venv-%/installed ## FMuon in the hands of that client
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest tests/clients/test_$*.py
+
+test-kernels: .venv-kernels/installed ## the kernels for GPUs, in the interpreter of Triton
+	.venv-kernels/bin/python -m pytest tests/test_symmetric.py
 
 parity: .venv/parity ## every preset beside the optimizer that it stands for
 	$(BIN)/python -m pytest tests/parity
@@ -37,11 +40,11 @@ check: .venv/dev ## lint, format and types
 	  -c constraints.txt -e ".[$(@F)]"
 	touch $@
 
-.venv-torchtune/installed .venv-torchtitan/installed: .venv-%/installed: pyproject.toml constraints.txt
+.venv-kernels/installed .venv-torchtune/installed .venv-torchtitan/installed: .venv-%/installed: pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e ".[$*]"
 	touch $@
 
 clean:
-	rm -rf .venv .venv-torchtune .venv-torchtitan out build dist
+	rm -rf .venv .venv-kernels .venv-torchtune .venv-torchtitan out build dist

@@ -15,7 +15,7 @@ from peers import LR, MOMENTUM, TRIPLE, Running, Subject
 from torch import Tensor, nn
 
 STEPS = 3
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
+TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.1}
 """Largest |W - R| / |R - W0|, R the reference: rounding, amplified by five steps of slope 3.4."""
 
 
@@ -41,17 +41,19 @@ def reference(shapes: Sequence[Shape], seed: int = 0) -> Reference:
     return Reference(initial, gradients, [_polar(g) for g in gradients[0]], final)
 
 
-def check(subject: Subject, truth: Reference) -> tuple[Running, list[nn.Parameter], Row]:
+def check(
+    subject: Subject, truth: Reference, device: str = "cpu"
+) -> tuple[Running, list[nn.Parameter], Row]:
     """The subject at work after three checked steps, its parameters, and how good the steps were.
 
     Raises:
         AssertionError: a subject that claims the same mathematics has other weights.
     """
-    params = [nn.Parameter(w.clone()) for w in truth.initial]
+    params = [nn.Parameter(w.to(device, copy=True)) for w in truth.initial]
     running = subject.build(params)
     for step, gradients in enumerate(truth.gradients):
         give(params, gradients)
-        assert all(torch.equal(p.grad, g) for p, g in zip(params, gradients, strict=True))
+        assert all(torch.equal(p.grad.cpu(), g) for p, g in zip(params, gradients, strict=True))
         running.step()
         if step == 0:
             quality = _cosines(running.weights(), truth)
@@ -68,9 +70,12 @@ def check(subject: Subject, truth: Reference) -> tuple[Running, list[nn.Paramete
 
 
 def give(params: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-    """Fresh copies of the gradients: some optimizers write over those that they get."""
+    """Fresh copies of the gradients, of the dtype and on the device of the parameters.
+
+    Some optimizers write over those that they get.
+    """
     for p, g in zip(params, gradients, strict=True):
-        p.grad = g.clone()
+        p.grad = g.to(p, copy=True)
 
 
 def _muon(w: Tensor, gradients: Sequence[Tensor]) -> Tensor:
@@ -99,7 +104,9 @@ def _cosines(weights: Sequence[Tensor], truth: Reference) -> list[float]:
     """Per matrix: of what was subtracted from the weights, with the polar factor."""
     pairs = zip(truth.initial, weights, truth.polar, strict=True)
     return [
-        torch.cosine_similarity((w0.double() - w.detach()).flatten(), o.flatten(), dim=0).item()
+        torch.cosine_similarity(
+            (w0.double() - w.detach().cpu()).flatten(), o.flatten(), dim=0
+        ).item()
         for w0, w, o in pairs
     ]
 
@@ -107,4 +114,4 @@ def _cosines(weights: Sequence[Tensor], truth: Reference) -> list[float]:
 def _error(weights: Sequence[Tensor], truth: Reference) -> float:
     """|W - R| / |R - W0|, the largest of all matrices."""
     triples = zip(truth.initial, weights, truth.final, strict=True)
-    return max(((w.detach() - r).norm() / (r - w0).norm()).item() for w0, w, r in triples)
+    return max(((w.detach().cpu() - r).norm() / (r - w0).norm()).item() for w0, w, r in triples)

@@ -3,10 +3,10 @@
 
 import datetime
 import gc
-import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import time
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+import fmuon
 from fmuon.orthogonalize import multiplies_bfloat16
 
 Row: TypeAlias = dict[str, Any]
@@ -33,8 +34,29 @@ class Timed(NamedTuple):
     prepare: Callable[[], Any] = lambda: None
 
 
+def wall_seconds(step: Callable[[], Any]) -> float:
+    """Of one call, by the clock of the machine."""
+    before = time.perf_counter()
+    step()
+    return time.perf_counter() - before
+
+
+def gpu_seconds(step: Callable[[], Any]) -> float:
+    """From a call while the GPU is idle to the end of its last kernel."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    step()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 def interleave(
-    subjects: Mapping[str, Timed], rounds: int, seconds: float
+    subjects: Mapping[str, Timed],
+    rounds: int,
+    seconds: float,
+    clock: Callable[[Callable[[], Any]], float] = wall_seconds,
 ) -> dict[str, list[float]]:
     """Seconds of every repeat, round robin, each round starting with the next subject.
 
@@ -55,9 +77,7 @@ def interleave(
                 break
             for name in running:
                 subjects[name].prepare()
-                before = time.perf_counter()
-                subjects[name].step()
-                times[name].append(time.perf_counter() - before)
+                times[name].append(clock(subjects[name].step))
             gc.collect()
     finally:
         gc.unfreeze()
@@ -78,9 +98,9 @@ def environment() -> Row:
     """What a number depends on besides the code of the benchmark."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_changes()),
-        "fmuon": importlib.metadata.version("fmuon"),
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("COMMIT"),
+        "dirty": None if (changes := _changes()) is None else bool(changes),
+        "fmuon": fmuon.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu": _cpu(),
@@ -88,7 +108,7 @@ def environment() -> Row:
         "native_bfloat16": multiplies_bfloat16(torch.device("cpu")),
         "threads": torch.get_num_threads(),
         "load": os.getloadavg()[0],
-    }
+    } | _gpu()
 
 
 def refuse_dirty_tree() -> None:
@@ -97,10 +117,11 @@ def refuse_dirty_tree() -> None:
         raise SystemExit(f"not recorded: the tree differs from its commit\n{changes}")
 
 
-def record(question: str, rows: Sequence[Row], stamp: Row) -> Path:
+def record(question: str, rows: Sequence[Row], stamp: Row, folder: Path = RESULTS) -> Path:
     """Append rows to the file of a question, each with the stamp of the environment."""
-    refuse_dirty_tree()
-    path = RESULTS / f"{question}.jsonl"
+    if folder == RESULTS:
+        refuse_dirty_tree()
+    path = folder / f"{question}.jsonl"
     with path.open("a") as file:
         for row in rows:
             file.write(json.dumps(row | {"environment": stamp}) + "\n")
@@ -113,12 +134,15 @@ def read(question: str) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _git(*arguments: str) -> str:
+def _git(*arguments: str) -> str | None:
+    """What git prints; None in a copy of the tree that is no checkout, or without git."""
+    if not (HERE.parent / ".git").exists() or shutil.which("git") is None:
+        return None
     command = ("git", "-C", str(HERE.parent), *arguments)
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.rstrip()
 
 
-def _changes() -> str:
+def _changes() -> str | None:
     return _git("status", "--porcelain", "--", ".", *_GENERATED)
 
 
@@ -127,3 +151,10 @@ def _cpu() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
+
+
+def _gpu() -> Row:
+    """Name of the GPU and version of CUDA, where there is one."""
+    if not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}

@@ -53,4 +53,9 @@ INVENTORIES: dict[str, Inventory] = {
     "gpt-256": Inventory("16 matrices of a GPT, d = 256", gpt(256, 4, fused=True)),
     "llama-512": Inventory("14 matrices of a Llama, d = 512", llama(512, 2048, 2)),
 }
+GPU: dict[str, Inventory] = {
+    "gpt2-124m": Inventory("GPT-2 124M, all 12 layers", gpt(768, 12, fused=True)),
+    "llama-1b": Inventory("a Llama of 1.1B, 8 of 22 layers", llama(2048, 5632, 8)),
+    "llama-7b": Inventory("Llama 7B, 2 of 32 layers", llama(4096, 11008, 2)),
+}
 TRIAL = {"trial": Inventory("a few small matrices, to try a benchmark", gpt(32, 1, fused=False))}

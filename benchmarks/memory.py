@@ -24,7 +24,7 @@ import tables
 import torch
 from harness import Row
 from inventories import INVENTORIES, TRIAL, Inventory
-from peers import LR, MODE, MOMENTUM, OPTIONS, TRIPLE, pure_step
+from peers import LR, MODE, OPTIONS, loop_step, pure_step
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -126,31 +126,11 @@ def _bytes(tensors: Any) -> int:
 # ---- hand-written --------------------------------------------------------------------------------
 
 
-def _newton_schulz(x: Tensor) -> Tensor:
-    """[..., m, n] -> [..., m, n]."""
-    a, b, c = TRIPLE
-    tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    x = x / torch.linalg.matrix_norm(x, keepdim=True)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
-
-
-@torch.no_grad()
-def _in_place(params: Sequence[nn.Parameter], momentum: Sequence[Tensor]) -> None:
-    for p, m in zip(params, momentum, strict=True):
-        m.lerp_(p.grad, 1 - MOMENTUM)
-        scale = max(1.0, p.shape[0] / p.shape[1]) ** 0.5
-        p.add_(_newton_schulz(p.grad.lerp(m, MOMENTUM)), alpha=-LR * scale)
-
-
 def _hand_written(params: list[nn.Parameter]) -> Running:
     _give(params)
     momentum = [torch.zeros_like(p) for p in params]
     return Running(
-        lambda: _in_place(params, momentum),
+        lambda: loop_step(params, momentum),
         lambda: [params, [p.grad for p in params], momentum],
     )
 
@@ -161,7 +141,7 @@ def _hand_written_training(params: list[nn.Parameter]) -> Running:
 
     def step() -> None:
         _loss(params, inputs).backward()
-        _in_place(params, momentum)
+        loop_step(params, momentum)
         for p in params:
             p.grad = None
 
@@ -188,14 +168,14 @@ def _shim(params: list[nn.Parameter], compile: str | bool) -> fmuon.FMuon:
     return fmuon.FMuon([group], compile=compile, orthogonalize=METHOD, **OPTIONS)
 
 
-def _functional(compiled: bool) -> Build:
+def _functional(mode: str | None) -> Build:
     """fmuon.update: the old weights and state stay valid until the new ones are there."""
 
     def build(params: list[nn.Parameter]) -> Running:
         opt = fmuon.muon(orthogonalize=METHOD, **OPTIONS)
         weights: dict[str, Tensor] = {str(i): p.detach() for i, p in enumerate(params)}
         grads = {name: torch.randn_like(w) for name, w in weights.items()}
-        function, state = pure_step(opt, compiled=compiled), opt.init(weights)
+        function, state = pure_step(opt, mode), opt.init(weights)
 
         def step() -> None:
             nonlocal weights, state
@@ -254,8 +234,8 @@ SUBJECTS: dict[str, dict[str, Build]] = {
         "torch.optim.AdamW": _optimizer(lambda params: torch.optim.AdamW(params, lr=LR)),
         "FMuon": _optimizer(lambda params: _shim(params, compile=False)),
         "FMuon compiled": _optimizer(lambda params: _shim(params, compile=MODE)),
-        "update": _functional(compiled=False),
-        "update compiled": _functional(compiled=True),
+        "update": _functional(None),
+        "update compiled": _functional(MODE),
     },
     "train step": {
         "hand-written": _hand_written_training,

@@ -60,11 +60,12 @@ class Subject:
 
     @property
     def version(self) -> str | None:
-        """The installed version; None where the package is missing."""
+        """The installed version, "unknown" for a folder of sources; None where it is missing."""
         try:
             return importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
-            return None
+            spec = importlib.util.find_spec(self.package.replace("-", "_"))
+            return None if spec is None else "unknown"
 
 
 def subjects() -> list[Subject]:
@@ -102,7 +103,7 @@ OPTIONS: dict[str, Any] = {
 """Of `fmuon.muon`, for the same step."""
 
 
-def _shim(method: Method, compile: str | bool) -> Build:
+def shim(method: Method, compile: str | bool) -> Build:
     """The class."""
 
     def build(params: list[nn.Parameter]) -> Running:
@@ -113,22 +114,25 @@ def _shim(method: Method, compile: str | bool) -> Build:
     return build
 
 
-def pure_step(opt: fmuon.Transformation, *, compiled: bool) -> Callable[..., tuple[Any, Any]]:
-    """(weights, grads, state, step) -> new weights and a new state; the old stay as they are."""
+def pure_step(opt: fmuon.Transformation, mode: str | None) -> Callable[..., tuple[Any, Any]]:
+    """(weights, grads, state, step) -> new weights and a new state; the old stay as they are.
+
+    Compiled in a mode of torch.compile, or eager with None.
+    """
 
     def step(weights: Any, grads: Any, state: Any, step: Any) -> tuple[Any, Any]:
         updates, state = opt.update(grads, state, step)
         return fmuon.apply_updates(weights, updates), state
 
-    return fmuon.compile(step, MODE) if compiled else step
+    return fmuon.compile(step, mode) if mode else step
 
 
-def _functional(method: Method, compiled: bool) -> Build:
+def functional(method: Method, mode: str | None) -> Build:
     """The pure functions."""
 
     def build(params: list[nn.Parameter]) -> Running:
         opt = fmuon.muon(orthogonalize=method, **OPTIONS)
-        function = pure_step(opt, compiled=compiled)
+        function = pure_step(opt, mode)
         weights: dict[str, Tensor] = {str(i): p.detach() for i, p in enumerate(params)}
         state, count = opt.init(weights), 0
 
@@ -144,24 +148,59 @@ def _functional(method: Method, compiled: bool) -> Build:
 
 
 _FORMS: dict[str, Callable[[Method], Build]] = {
-    "FMuon": lambda method: _shim(method, compile=False),
-    "FMuon compiled": lambda method: _shim(method, compile=MODE),
-    "update": lambda method: _functional(method, compiled=False),
-    "update compiled": lambda method: _functional(method, compiled=True),
+    "FMuon": lambda method: shim(method, compile=False),
+    "FMuon compiled": lambda method: shim(method, compile=MODE),
+    "update": lambda method: functional(method, None),
+    "update compiled": lambda method: functional(method, MODE),
 }
+
+
+# ---- by hand -------------------------------------------------------------------------------------
+
+
+def newton_schulz(x: Tensor) -> Tensor:
+    """[..., m, n] -> [..., m, n], in the dtype of x."""
+    a, b, c = TRIPLE
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+@torch.no_grad()
+def loop_step(
+    params: Sequence[nn.Parameter], momentum: Sequence[Tensor], method: Method = newton_schulz
+) -> None:
+    """One matrix after the other."""
+    for p, m in zip(params, momentum, strict=True):
+        m.lerp_(p.grad, 1 - MOMENTUM)
+        scale = max(1.0, p.shape[0] / p.shape[1]) ** 0.5
+        p.add_(method(p.grad.lerp(m, MOMENTUM)), alpha=-LR * scale)
+
+
+def loop(params: list[nn.Parameter], method: Method = newton_schulz) -> Running:
+    """The loop at work."""
+    momentum = [torch.zeros_like(p, requires_grad=False) for p in params]
+    return Running(lambda: loop_step(params, momentum, method), lambda: params)
 
 
 # ---- peers ---------------------------------------------------------------------------------------
 
 
-def _optimizer(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Build:
+def optimizer(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Build:
+    """Any torch.optim.Optimizer."""
+
     def build(params: list[nn.Parameter]) -> Running:
         return Running(make(params).step, lambda: params)
 
     return build
 
 
-def _torch(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+def torch_muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The one that torch has."""
     return torch.optim.Muon(params, lr=LR, momentum=MOMENTUM, weight_decay=0.0)
 
 
@@ -193,7 +232,7 @@ def _optimuon(**options: Any) -> Build:
 
         return Muon(params, lr=LR, momentum=MOMENTUM, **options)
 
-    return _optimizer(make)
+    return optimizer(make)
 
 
 def _pytorch_optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -222,7 +261,7 @@ _PEERS = (
         "muon-optimizer, patched to float32",
         "muon-optimizer",
         "float32",
-        _optimizer(_muon_optimizer_float32),
+        optimizer(_muon_optimizer_float32),
     ),
     Subject(
         "optimuon, float32", "optimuon", "float32", _optimuon(ns_dtype=torch.float32, **_STANDARD)
@@ -242,20 +281,20 @@ _PEERS = (
         method="gram, Polar Express, NorMuon",
         same=False,
     ),
-    Subject("torch.optim.Muon", "torch", "bfloat16", _optimizer(_torch)),
-    Subject("muon-optimizer", "muon-optimizer", "bfloat16", _optimizer(_muon_optimizer)),
+    Subject("torch.optim.Muon", "torch", "bfloat16", optimizer(torch_muon)),
+    Subject("muon-optimizer", "muon-optimizer", "bfloat16", optimizer(_muon_optimizer)),
     Subject(
         "optimuon, bfloat16",
         "optimuon",
         "bfloat16",
         _optimuon(ns_dtype=torch.bfloat16, **_STANDARD),
     ),
-    Subject("pytorch-optimizer", "pytorch-optimizer", "bfloat16", _optimizer(_pytorch_optimizer)),
+    Subject("pytorch-optimizer", "pytorch-optimizer", "bfloat16", optimizer(_pytorch_optimizer)),
     Subject(
         "heavyball",
         "heavyball",
         "bfloat16",
-        _optimizer(_heavyball),
+        optimizer(_heavyball),
         method="other coefficients, stochastic rounding",
         same=False,
     ),
@@ -267,5 +306,5 @@ _PEERS = (
         method="gram, Polar Express, NorMuon",
         same=False,
     ),
-    Subject("torch.optim.AdamW, foreach", "torch", "none", _optimizer(_adamw), "AdamW", same=False),
+    Subject("torch.optim.AdamW, foreach", "torch", "none", optimizer(_adamw), "AdamW", same=False),
 )

@@ -349,6 +349,50 @@ def _mean(ratios: Sequence[float]) -> float:
 # ---- Markdown ------------------------------------------------------------------------------------
 
 
+# ---- gpu -----------------------------------------------------------------------------------------
+
+
+def gpu(rows: Sequence[Row]) -> str:
+    """What a run on a GPU checked and timed: checks, products, and steps by inventory."""
+    checks = [(row["name"], row["result"]) for row in rows if row["case"] == "check"]
+    parts = [_table(("check", "result"), checks)]
+    header = ("matrices", "dtype", "plain, ms", "lower tiles, ms", "plain / lower tiles")
+    products = [_product_line(row) for row in rows if row["case"] == "product"]
+    if products:
+        parts.append(_table(header, products))
+    steps = [row for row in rows if row["case"] == "step"]
+    header = (
+        "optimizer",
+        "version",
+        "products",
+        "min, ms",
+        "median, ms",
+        "first call, s",
+        "remarks",
+    )
+    for title in dict.fromkeys(row["title"] for row in steps):
+        run = [row for row in steps if row["title"] == title]
+        run.sort(key=lambda row: row.get("seconds_min", float("inf")))
+        parts.append(f"**{title}**\n\n{_table(header, [_gpu_line(row) for row in run])}")
+    return "\n\n".join(parts)
+
+
+def _product_line(row: Row) -> Sequence[Any]:
+    if "failed" in row:
+        return "{} of {} x {}".format(*row["shape"]), row["dtype"], row["failed"], "", ""
+    plain, lower = row["plain"]["seconds_min"], row["lower"]["seconds_min"]
+    times = (f"{plain * 1e3:.3f}", f"{lower * 1e3:.3f}", _ratio(plain, lower))
+    return "{} of {} x {}".format(*row["shape"]), row["dtype"], *times
+
+
+def _gpu_line(row: Row) -> Sequence[Any]:
+    named = (row["subject"], row["version"] or "", row["products"])
+    if "failed" in row:
+        return *named, "", "", "", row["failed"]
+    times = (f"{row[f'seconds_{which}'] * 1e3:.2f}" for which in ("min", "median"))
+    return *named, *times, f"{row['seconds_of_first_call']:.1f}", row["remarks"]
+
+
 def _table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)

@@ -5,6 +5,7 @@ The house. A module imports only from lower floors; a test reads this table and 
 
 floor | module | job
 0 | base | contracts and vocabulary: Transformation, Matrix, Stack, Scalar, errors
+0 | triton_kernels | kernels for GPUs; imported by the call that uses one
 1 | coefficients | Newton-Schulz polynomials exactly as published; no torch
 1 | rational | best odd rational approximations of the sign; no torch
 1 | scaling | matrix shape -> multiplier; no torch
@@ -12,11 +13,11 @@ floor | module | job
 1 | scalars | numbers, schedules and per-leaf dicts -> tensors
 1 | momentum | average, Nesterov look-ahead, bias correction
 1 | sharding | where the parts of a sharded leaf are, and who its owner is; integers only
+1 | symmetric | products whose result is symmetric
 1 | surgery | which leaf of an old state a leaf of a changed model goes on from
 2 | collectives | sharded leaves to their owners and back; the only user of torch.distributed
 2 | clipping | global norm of gradients, clipping by it, are they finite
 2 | metrics | what an update did to each leaf, for a logger
-2 | symmetric | products whose result is symmetric
 2 | orthogonalize | stack of matrices -> nearest semi-orthogonal stack
 2 | second_moment | even out how fast the rows of the factor move
 2 | auxiliary | AdamW, NAdamW, Lion, SGD for everything that is not a matrix

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from fmuon import symmetric
 from fmuon.base import ConfigurationError, Stack, constant_in_graphs, lookup
 from fmuon.coefficients import CoefficientSet, Triple, coefficient_set
 
@@ -125,9 +126,9 @@ class NewtonSchulz:
 
     def _products(self, x: Stack, polynomials: tuple[Triple, ...]) -> Stack:
         for a, b, c in polynomials:
-            gram = x @ x.mT
+            gram = symmetric.product(x, x.mT)
             # b A + c A A, then a X + (b A + c A A) X: one fused product each.
-            polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            polynomial = symmetric.baddbmm(gram, gram, gram, beta=b, alpha=c)
             x = torch.baddbmm(x, polynomial, x, beta=a)
         return x
 
@@ -202,10 +203,11 @@ class GramNewtonSchulz(NewtonSchulz):
 
     def _segment(self, x: Stack, polynomials: tuple[Triple, ...]) -> Stack:
         """Some steps without a restart between them."""
-        gram = x @ x.mT
+        gram = symmetric.product(x, x.mT)
+        # R, Q and Z are polynomials of one matrix: all their products are symmetric.
         factor: Tensor | None = None
         for step, (a, b, c) in enumerate(polynomials):
-            z = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+            z = symmetric.baddbmm(gram, gram, gram, beta=b, alpha=c)
             if step == len(polynomials) - 1 and factor is None:
                 # Z' rounded to 16 bits would lose a I.
                 return torch.baddbmm(x, z, x, beta=a)
@@ -213,10 +215,10 @@ class GramNewtonSchulz(NewtonSchulz):
                 identity = torch.eye(x.shape[-2], dtype=x.dtype, device=x.device)
                 factor = z + a * identity
             else:
-                factor = torch.baddbmm(factor, factor, z, beta=a)
+                factor = symmetric.baddbmm(factor, factor, z, beta=a)
             if step < len(polynomials) - 1:
-                half = torch.baddbmm(gram, gram, z, beta=a)
-                gram = torch.baddbmm(half, z, half, beta=a)
+                half = symmetric.baddbmm(gram, gram, z, beta=a)
+                gram = symmetric.baddbmm(half, z, half, beta=a)
         assert factor is not None
         return factor @ x
 
