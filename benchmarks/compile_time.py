@@ -24,18 +24,28 @@ import harness
 import tables
 import torch
 from harness import Row
-from inventories import INVENTORIES, Shape
+from inventories import GPT2, INVENTORIES, Inventory
 
 import fmuon
 
 SIDE = 64
-CASES: dict[str, tuple[Shape, ...]] = {
-    **{f"{count} of one shape": ((SIDE, SIDE),) * count for count in (1, 4, 16, 64)},
+QUINTIC, AUTO = fmuon.NewtonSchulz(dtype="float32"), fmuon.Auto()
+CASES: dict[str, tuple[Inventory, Any]] = {
     **{
-        f"16 of {count} shapes": tuple((SIDE, SIDE + 8 * (i % count)) for i in range(16))
+        f"{count} of one shape": (Inventory("", ((SIDE, SIDE),) * count), QUINTIC)
+        for count in (1, 4, 16, 64)
+    },
+    **{
+        f"16 of {count} shapes": (
+            Inventory("", tuple((SIDE, SIDE + 8 * (i % count)) for i in range(16))),
+            QUINTIC,
+        )
         for count in (2, 4, 8, 16)
     },
-    **{name: inventory.shapes for name, inventory in INVENTORIES.items()},
+    **{name: (inventory, QUINTIC) for name, inventory in INVENTORIES.items()},
+    "gpt2-124M": (GPT2, QUINTIC),
+    **{f"{name}, auto": (inventory, AUTO) for name, inventory in INVENTORIES.items()},
+    "gpt2-124M, auto": (GPT2, AUTO),
 }
 
 
@@ -43,7 +53,7 @@ def main() -> None:
     """Measure the cases that were asked for; the child of a case measures one call."""
     arguments = _arguments()
     if arguments.child:
-        print(json.dumps(first_call(CASES[arguments.case])))
+        print(json.dumps(first_call(*CASES[arguments.case])))
         return
     if arguments.record:
         harness.refuse_dirty_tree()
@@ -62,9 +72,11 @@ def measure(case: str) -> Row:
     """The first call with an empty cache, and in another process with the filled one."""
     with tempfile.TemporaryDirectory() as cache:
         cold, warm = _child(case, cache), _child(case, cache)
-    shapes = CASES[case]
+    inventory, _ = CASES[case]
+    shapes = inventory.shapes
     return {
         "case": case,
+        "leaves": len(shapes) + len(inventory.others),
         "matrices": len(shapes),
         "shapes": len({tuple(sorted(shape)) for shape in shapes}),
         "seconds_cold": cold.pop("seconds"),
@@ -73,7 +85,7 @@ def measure(case: str) -> Row:
     }
 
 
-def first_call(shapes: Sequence[Shape]) -> Row:
+def first_call(inventory: Inventory, method: Any) -> Row:
     """Seconds of the first call, and what was compiled in it."""
     # Loaded here, so that their import isn't counted.
     from torch._inductor import metrics
@@ -87,9 +99,11 @@ def first_call(shapes: Sequence[Shape]) -> Row:
         return compile_fx(graph, inputs)
 
     torch.manual_seed(0)
-    params = {str(i): torch.randn(shape) for i, shape in enumerate(shapes)}
+    params = {str(i): torch.randn(shape) for i, shape in enumerate(inventory.shapes)}
+    params |= {f"other.{i}": torch.randn(shape) for i, shape in enumerate(inventory.others)}
     grads = {name: torch.randn_like(p) for name, p in params.items()}
-    opt = fmuon.muon(orthogonalize=fmuon.NewtonSchulz(dtype="float32"))
+    labels = {r"re:other\..*": "auxiliary"} if inventory.others else None
+    opt = fmuon.muon(orthogonalize=method, labels=labels)
     update, state = fmuon.compile(opt.update, backend=counted), opt.init(params)
     before = time.perf_counter()
     update(grads, state, 0)
@@ -97,7 +111,7 @@ def first_call(shapes: Sequence[Shape]) -> Row:
         "seconds": time.perf_counter() - before,
         "graphs": len(graphs),
         "nodes": sum(map(len, graphs)),
-        "products": sum(name in ("matmul", "baddbmm") for names in graphs for name in names),
+        "products": sum(name in ("matmul", "bmm", "baddbmm") for names in graphs for name in names),
         "kernels": metrics.generated_kernel_count,
     }
 

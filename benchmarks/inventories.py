@@ -13,10 +13,11 @@ Shape: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Inventory:
-    """The matrices of one model, in the order of its parameters."""
+    """The matrices of one model, in the order of its parameters; `others` are for another rule."""
 
     title: str
     shapes: tuple[Shape, ...]
+    others: tuple[tuple[int, ...], ...] = ()
 
 
 def gpt(width: int, layers: int, *, fused: bool) -> tuple[Shape, ...]:
@@ -58,4 +59,10 @@ GPU: dict[str, Inventory] = {
     "llama-1b": Inventory("a Llama of 1.1B, 8 of 22 layers", llama(2048, 5632, 8)),
     "llama-7b": Inventory("Llama 7B, 2 of 32 layers", llama(4096, 11008, 2)),
 }
+GPT2 = Inventory(
+    "GPT-2 124M, 148 leaves",
+    gpt(768, 12, fused=True),
+    # Embeddings, then the biases and norms of every layer, and the last norm.
+    ((50257, 768), (1024, 768), *((2304,), (768,), (3072,), *((768,),) * 5) * 12, (768,), (768,)),
+)
 TRIAL = {"trial": Inventory("a few small matrices, to try a benchmark", gpt(32, 1, fused=False))}

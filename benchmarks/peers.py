@@ -74,6 +74,7 @@ def subjects() -> list[Subject]:
     methods = {
         "float32": fmuon.NewtonSchulz(dtype="float32"),
         "float32, Gram form": fmuon.GramNewtonSchulz(dtype="float32"),
+        "float32, auto": fmuon.Auto(),
         "bfloat16": fmuon.NewtonSchulz(dtype="bfloat16"),
     }
     own = [
@@ -82,7 +83,10 @@ def subjects() -> list[Subject]:
             package="fmuon",
             products=setting.split(",")[0],
             build=build(method),
-            method="gram" if "Gram" in setting else "newton_schulz",
+            method={"float32, Gram form": "gram", "float32, auto": "auto"}.get(
+                setting, "newton_schulz"
+            ),
+            same=setting != "float32, auto",
         )
         for setting, method in methods.items()
         for form, build in _FORMS.items()

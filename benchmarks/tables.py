@@ -63,31 +63,36 @@ def all_steps(rows: Sequence[Row]) -> str:
 
 
 def headline(rows: Sequence[Row]) -> str:
-    """Products in float32, like with like: the fastest peer of each form, and fmuon."""
+    """Products in float32: fmuon and the fastest peer of its form, then the choice and any peer."""
     lines: list[Sequence[Any]] = []
     for name in dict.fromkeys(row["inventory"] for row in rows):
         run = [row for row in _timed(rows, name) if row["products"] == "float32" and row["same"]]
         for method, form in (("newton_schulz", "standard"), ("gram", "Gram")):
             alike = [row for row in run if row["method"] == method]
-            own = {_form(row): row for row in alike if row["package"] == "fmuon"}
-            peer = min((row for row in alike if row["package"] != "fmuon"), key=_fastest)
-            ours = ("FMuon", "FMuon compiled", "update compiled")
-            best = min(own.values(), key=_fastest)
-            lines.append(
-                (
-                    INVENTORIES[name].title,
-                    form,
-                    f"{_ms(peer)} ({_form(peer)})",
-                    *(_ms(own[of]) for of in ours),
-                    _ratio(peer["seconds_min"], best["seconds_min"]),
-                    _multiples(best)[0],
-                )
-            )
+            lines.append(_compared(INVENTORIES[name].title, form, alike, alike))
+        run = [row for row in _timed(rows, name) if row["products"] == "float32"]
+        chosen = [row for row in run if row["method"] == "auto"]
+        lines += [_compared(INVENTORIES[name].title, "auto", chosen, run)] if chosen else []
     header = (
         "milliseconds per step", "form", "fastest peer", "FMuon", "FMuon compiled",
         "update compiled", "peer / best of fmuon", "best of fmuon / floor",
     )  # fmt: skip
     return f"{_table(header, lines)}\n\n{_footnote(rows)}"
+
+
+def _compared(title: str, form: str, own: Sequence[Row], run: Sequence[Row]) -> Sequence[Any]:
+    """fmuon in one form beside the fastest peer of a run; ratios are of minima."""
+    by_form = {_form(row): row for row in own if row["package"] == "fmuon"}
+    peer = min((row for row in run if row["package"] != "fmuon"), key=_fastest)
+    best = min(by_form.values(), key=_fastest)
+    return (
+        title,
+        form,
+        f"{_ms(peer)} ({_form(peer)})",
+        *(_ms(by_form[of]) for of in ("FMuon", "FMuon compiled", "update compiled")),
+        _ratio(peer["seconds_min"], best["seconds_min"]),
+        _multiples(best)[0],
+    )
 
 
 def step_headline(rows: Sequence[Row]) -> str:
@@ -223,6 +228,7 @@ def compile_time(rows: Sequence[Row]) -> str:
     lines = [
         (
             row["case"],
+            row.get("leaves", row["matrices"]),
             row["matrices"],
             row["shapes"],
             f"{row['seconds_cold']:.1f}",
@@ -232,7 +238,7 @@ def compile_time(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     header = (
-        "case", "matrices", "shapes", "cold, s", "warm, s", "graphs", "nodes", "products",
+        "case", "leaves", "matrices", "shapes", "cold, s", "warm, s", "graphs", "nodes", "products",
         "kernels",
     )  # fmt: skip
     return _table(header, lines)

@@ -19,7 +19,7 @@ from fmuon.base import ConfigurationError, constant_in_graphs, lookup
 from fmuon.orthogonalize import GramNewtonSchulz, NewtonSchulz, Orthogonalizer, PolarSVD, Work
 from fmuon.zolotarev import Zolotarev
 
-# Of a CPU, fitted: the side at which products run at half the rate of large ones, and flops in whose
+# Fitted to a CPU: the side at which products run at half the rate of large ones; flops in whose
 # time a base case of `inverse_factors` is done, and in whose time an operation on a stack starts.
 HALF_RATE = 6.7
 BASE_CASE = 1.74e6
