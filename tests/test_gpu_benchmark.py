@@ -23,6 +23,8 @@ UNCOMPILED = [
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    # The tests of parity have a module of that name too.
+    monkeypatch.delitem(sys.modules, "agreement", raising=False)
     import gpu
 
     return gpu
