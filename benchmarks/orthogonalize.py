@@ -250,6 +250,9 @@ def qualities(spectrum: str) -> list[Row]:
     return rows
 
 
+_MARKERS = "osD^v<>ohHPX*"
+
+
 def draw(rows: list[Row], path: Path) -> None:
     """Time against quality, one point per method."""
     from matplotlib.figure import Figure
@@ -271,12 +274,14 @@ def draw(rows: list[Row], path: Path) -> None:
                 continue
             ratio = math.exp(sum(map(math.log, points)) / len(points))
             error = math.exp(sum(map(math.log, errors)) / len(errors))
-            axes.plot(ratio, error, "o")
-            axes.annotate(name, (ratio, error), xytext=(5, 4), textcoords="offset points", size=8)
+            # A choice is a ring around what it chose.
+            ring = {"markersize": 13, "fillstyle": "none"} if name.startswith("auto") else {}
+            axes.plot(ratio, error, _MARKERS[list(METHODS).index(name)], label=name, **ring)
         axes.set(title=title, xlabel="time over that of two products (geometric mean)", xlim=0)
         axes.set_yscale("log")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("rms error of singular values (geometric mean)")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center")
     figure.savefig(path, dpi=150)
 
 

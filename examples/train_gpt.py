@@ -5,6 +5,7 @@
     python examples/train_gpt.py --corpus kjv    the same on English prose
     python examples/train_gpt.py --resume out/checkpoint.pt
     python examples/train_gpt.py --sweep         where the settings of the comparison come from
+    python examples/train_gpt.py --methods       Muon by every method of orthogonalisation
     python examples/train_gpt.py --smoke         a tiny model and a few steps
 
 One step of an optimizer (forward, backward, update, new weights) is one compiled graph. Both
@@ -24,7 +25,7 @@ import sys
 import sysconfig
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, product
 from pathlib import Path
@@ -77,6 +78,14 @@ BEST = (
     Setting("adamw", lr=2e-3, weight_decay=0.0, betas=(0.9, 0.95)),
 )
 SWEEP_SEED = 1
+METHODS = {
+    "quintic": fmuon.NewtonSchulz(),
+    "Polar Express": fmuon.NewtonSchulz("polar_express"),
+    "quintic, Gram": fmuon.GramNewtonSchulz(),
+    "Zolotarev": fmuon.Zolotarev(),
+    "auto": fmuon.Auto(),
+}
+METHOD_SEEDS = (0, 1, 2)
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 WEIGHT_DECAYS = (0.0, 0.1)
 BETAS = {"muon": ((0.9, 0.999),), "adamw": ((0.9, 0.95), (0.9, 0.999))}
@@ -276,13 +285,16 @@ class Trainer:
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def muon_labels(size: Size) -> dict[str, Any]:
+    """What every leaf of the model is to Muon: query, key and value are matrices of their own."""
+    labels = fmuon.label(GPT(size))
+    split = fmuon.Matrix(blocks=(size.width,) * 3)
+    return {path: split if path.endswith("qkv.weight") else labels[path] for path in labels}
+
+
 def trainers(size: Size) -> dict[str, Trainer]:
     """Muon with its defaults, and AdamW."""
-    labels = fmuon.label(GPT(size))
-    for path in labels:
-        if path.endswith("qkv.weight"):
-            labels[path] = fmuon.Matrix(blocks=(size.width,) * 3)
-    muon = fmuon.muon(labels=labels)
+    muon = fmuon.muon(labels=muon_labels(size))
     adamw = fmuon.muon(labels={"re:.*": "auxiliary"}, auxiliary=fmuon.adamw())
     return {"muon": Trainer(size, muon), "adamw": Trainer(size, adamw)}
 
@@ -357,6 +369,64 @@ def table(results: Mapping[str, Mapping[str, float | None]]) -> str:
     rows = {"": [TITLES[name] for name in results]}
     rows |= {row: [column[row] for column in columns] for row in columns[0]}
     return "\n".join(f"{row:40}" + "".join(f"{x!s:>10}" for x in rows[row]) for row in rows)
+
+
+def compare_methods(size: Size, corpus: Corpus, out: Path) -> None:
+    """Train with every method from the same starts, on the same batches."""
+    (setting,) = [setting for setting in BEST if setting.optimizer == "muon"]
+    curves: dict[str, list[dict[int, float]]] = {}
+    print(f"{'final validation loss':24}{'mean':>8}{'lowest':>8}{'highest':>8}")
+    for name, method in METHODS.items():
+        trainer = Trainer(size, fmuon.muon(labels=muon_labels(size), orthogonalize=method))
+        curves[name] = []
+        for seed in METHOD_SEEDS:
+            run = trainer.start(seed)
+            training = draw_batches(corpus.training, size.steps, size, seed)
+            validation = draw_batches(corpus.validation, size.validation_batches, size, seed)
+            for tokens in training:
+                trainer.advance(run, tokens, setting)
+                if run.step % size.validate_every == 0:
+                    run.validation_loss[run.step] = trainer.validate(run, validation)
+            curves[name].append(run.validation_loss)
+        final = [list(losses.values())[-1] for losses in curves[name]]
+        numbers = (statistics.fmean(final), min(final), max(final))
+        print(f"{name:24}" + "".join(f"{number:8.4f}" for number in numbers), flush=True)
+    write(
+        out / "methods.json",
+        corpus,
+        seeds=METHOD_SEEDS,
+        size=asdict(size),
+        setting=setting._asdict(),
+        methods={name: str(method) for name, method in METHODS.items()},
+        validation_loss=curves,
+    )
+    draw_methods(out / "methods.png", corpus, curves)
+
+
+def draw_methods(
+    path: Path, corpus: Corpus, curves: Mapping[str, Sequence[Mapping[int, float]]]
+) -> None:
+    """Mean validation loss of every method over the seeds, and how far it is from the first's."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    losses, differences = figure.subplots(1, 2)
+    first = next(iter(curves.values()))
+    for name, runs in curves.items():
+        steps = list(runs[0])
+        mean = [statistics.fmean(run[step] for run in runs) for step in steps]
+        losses.plot(steps, mean, label=name)
+        off = [
+            [run[step] - other[step] for run, other in zip(runs, first, strict=True)]
+            for step in steps
+        ]
+        differences.plot(steps, [statistics.fmean(values) for values in off])
+        differences.fill_between(steps, [min(v) for v in off], [max(v) for v in off], alpha=0.2)
+    losses.set(xlabel="steps", ylabel="validation loss (nats per byte), mean of 3 seeds", xlim=0)
+    differences.set(xlabel="steps", ylabel=f"minus that of {next(iter(curves))}, same seed", xlim=0)
+    losses.legend()
+    for axes in (losses, differences):
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"A byte-level GPT on {corpus.name}, by method of orthogonalisation")
+    figure.savefig(path, dpi=150)
 
 
 def sweep(size: Size, corpus: Corpus, out: Path) -> None:
@@ -472,6 +542,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="checkpoint to go on from")
     parser.add_argument("--sweep", action="store_true", help="try many settings of both")
+    parser.add_argument("--methods", action="store_true", help="every orthogonalisation")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and a few steps")
     arguments = parser.parse_args()
     # Otherwise the gradient of an embedding is summed in the order in which threads finish.
@@ -484,6 +555,8 @@ def main() -> None:
     size = SMOKE if arguments.smoke else Size()
     if arguments.sweep:
         sweep(size, corpus, arguments.out)
+    elif arguments.methods:
+        compare_methods(size, corpus, arguments.out)
     else:
         compare(size, corpus, arguments.out, arguments.resume)
 

@@ -99,6 +99,11 @@ class Auto:
 @constant_in_graphs
 def _cheapest(quality: str, products: str, stack: int, short: int, long: int) -> int:
     """The place of the method in the choices of a quality, which a trace can't be handed."""
+    return _place(quality, products, stack, short, long)
+
+
+@functools.cache
+def _place(quality: str, products: str, stack: int, short: int, long: int) -> int:
     methods = QUALITIES[quality]()[products]
     costs = [
         cost(method, stack, short, long) * (MARGIN if method.work(short, long).base_cases else 1)
