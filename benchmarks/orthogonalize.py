@@ -126,13 +126,12 @@ def times(stack: int, short: int, long: int, split: str, seconds: float) -> list
 
 def calibrated(rows: list[Row]) -> str:
     """The constants of `fmuon.methods` that come nearest to measured times, in the logarithm."""
-    known = {name: METHODS[name] for name in METHODS if hasattr(METHODS[name], "work")}
     fitted = [
-        (math.log(row["seconds_min"] / row["stack"]), known[row["method"]], row)
+        (math.log(row["seconds_min"] / row["stack"]), METHODS[row["method"]], row)
         for row in rows
         if row["case"] == "time" and row["split"] == "calibration"
+        and row["method"] != "exact"
         and "bfloat16" not in row["method"] and "auto" not in row["method"]
-        and row["method"] in known and row["method"] != "exact"
     ]  # fmt: skip
 
     def error(constants: dict[str, float]) -> float:

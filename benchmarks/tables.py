@@ -352,9 +352,6 @@ def _mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-# ---- Markdown ------------------------------------------------------------------------------------
-
-
 # ---- gpu -----------------------------------------------------------------------------------------
 
 
@@ -368,14 +365,8 @@ def gpu(rows: Sequence[Row]) -> str:
         parts.append(_table(header, products))
     steps = [row for row in rows if row["case"] == "step"]
     header = (
-        "optimizer",
-        "version",
-        "products",
-        "min, ms",
-        "median, ms",
-        "first call, s",
-        "remarks",
-    )
+        "optimizer", "version", "products", "min, ms", "median, ms", "first call, s", "remarks",
+    )  # fmt: skip
     for title in dict.fromkeys(row["title"] for row in steps):
         run = [row for row in steps if row["title"] == title]
         run.sort(key=lambda row: row.get("seconds_min", float("inf")))
@@ -397,6 +388,9 @@ def _gpu_line(row: Row) -> Sequence[Any]:
         return *named, "", "", "", row["failed"]
     times = (f"{row[f'seconds_{which}'] * 1e3:.2f}" for which in ("min", "median"))
     return *named, *times, f"{row['seconds_of_first_call']:.1f}", row["remarks"]
+
+
+# ---- Markdown ------------------------------------------------------------------------------------
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:

@@ -63,7 +63,8 @@ class Auto:
 
     The choice depends on the shape and the number of the matrices of a step, their dtype and their
     device; `explain` shows it. The number is that of all matrices of the shape, so that neither
-    `max_stack_bytes` nor a mesh changes it.
+    `max_stack_bytes` nor a mesh changes it, but for stacks whose stack axis is sharded: of those
+    every rank counts its own.
     """
 
     quality: str = "ns5"

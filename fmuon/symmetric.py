@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from fmuon.base import Stack, constant_in_graphs
 
@@ -67,7 +67,7 @@ def has_kernel(device: torch.device) -> bool:
     return importlib.util.find_spec("triton") is not None and memory >= _SHARED_MEMORY
 
 
-@torch.library.custom_op("fmuon::lower_tiles", mutates_args=())
+@library.custom_op("fmuon::lower_tiles", mutates_args=())
 def lower_tiles(
     left: Tensor, right: Tensor, addend: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
 ) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fmuon.base import ConfigurationError, Stack
-from fmuon.orthogonalize import Work, largest_entry, on_wide_stack
+from fmuon.orthogonalize import Work, on_wide_stack, with_unit_entries
 from fmuon.rational import Rational, best_rational
 from fmuon.symmetric import gram, sum_of_grams, writes_blocks
 
@@ -73,15 +73,15 @@ class Zolotarev:
 
     def _of_wide(self, x: Stack) -> Stack:
         f, poles = self.function, self.poles
-        peak = largest_entry(x)
-        x = x / torch.where(peak > 0, peak, 1)
+        x = with_unit_entries(x)
         r = gram(x)
         # The Schatten-4 norm of X, squared; it bounds the largest singular value.
         norm = torch.linalg.vector_norm(r, dim=(-2, -1), keepdim=True)
         norm = torch.where(norm > 0, norm, 1)
         # With |X|^(1/2) (R / |X| + c I) / a = L L^T and W = L^-1, W^T W has the scale of Q.
         root = norm.sqrt()
-        shifted = torch.stack([r * (1 / (root * a)) for a in f.residues], 1).flatten(0, 1)
+        scales = torch.cat([1 / (root * a) for a in f.residues], 1)
+        shifted = (r[:, None] * scales[:, :, None]).flatten(0, 1)
         ratios = [c / a for a, c in zip(f.residues, f.shifts, strict=True)]
         shifted.diagonal(0, -2, -1).add_(
             torch.cat([root[:, 0] * ratio for ratio in ratios], -1).view(-1, 1)

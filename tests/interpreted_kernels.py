@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from torch import library
 
 import fmuon
 from fmuon import symmetric
@@ -79,7 +80,7 @@ def test_the_operator_keeps_what_it_promises_to_graphs():
     x = torch.randn(2, 130, 70)
     addend = x @ x.mT
     for arguments in ((x, x.mT), (x, x.mT, addend, 0.5, 2.0)):
-        torch.library.opcheck(torch.ops.fmuon.lower_tiles.default, arguments)
+        library.opcheck(torch.ops.fmuon.lower_tiles.default, arguments)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
