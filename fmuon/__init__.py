@@ -15,6 +15,8 @@ floor | module | job
 1 | sharding | where the parts of a sharded leaf are, and who its owner is; integers only
 1 | symmetric | products whose result is symmetric
 1 | surgery | which leaf of an old state a leaf of a changed model goes on from
+1 | rounding | weights of 16 bits: stochastic rounding, and the bits that rounding drops
+1 | lowbit | how a momentum is kept in 8 bits; the only user of torchao
 2 | collectives | sharded leaves to their owners and back; the only user of torch.distributed
 2 | clipping | global norm of gradients, clipping by it, are they finite
 2 | metrics | what an update did to each leaf, for a logger
@@ -55,6 +57,7 @@ from fmuon.methods import Auto
 from fmuon.optimizer import FMuon, parameter_lists
 from fmuon.orthogonalize import GramNewtonSchulz, NewtonSchulz, PolarSVD
 from fmuon.partition import label
+from fmuon.rounding import Stochastic
 from fmuon.second_moment import NorMuon
 from fmuon.zolotarev import Zolotarev
 
@@ -72,6 +75,7 @@ __all__ = [
     "NorMuon",
     "PolarSVD",
     "StateError",
+    "Stochastic",
     "Transformation",
     "Zolotarev",
     "adamw",

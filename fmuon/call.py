@@ -15,10 +15,13 @@ from fmuon.auxiliary import Rule
 from fmuon.base import ConfigurationError, State, StateError, Tree
 from fmuon.buckets import Bucket
 from fmuon.clipping import all_finite
-from fmuon.collectives import anywhere, everywhere, local, register_meshes
+from fmuon.collectives import anywhere, block_of, everywhere, local, register_meshes
+from fmuon.lowbit import decode, encode
 from fmuon.metrics import METRICS, SKIPPED, metric_key
 from fmuon.planning import (
+    MANTISSA,
     MOMENTUM,
+    SCALE,
     SECOND,
     Configuration,
     Plan,
@@ -27,6 +30,7 @@ from fmuon.planning import (
     plan_update,
     signature,
 )
+from fmuon.rounding import joined, leaf_key, noise
 from fmuon.scalars import check_scalar, is_callable, is_zero, resolve
 from fmuon.tree import flatten
 
@@ -50,7 +54,7 @@ class Call:
         found_inf: Tensor | None,
         **scalars: Any,
     ) -> None:
-        if absent := {*config.kept, "auxiliary", "missed"} - set(state):
+        if absent := {*config.stores} - set(state):
             raise StateError(
                 f"no state of fmuon for this opt: it has the keys {sorted(state)} and lacks "
                 f"{sorted(absent)}; make it with init"
@@ -153,7 +157,7 @@ class Call:
         return finite
 
     def _plan(self, in_place: bool) -> Plan:
-        kept = [name for name in (MOMENTUM, SECOND) if name in self.state]
+        kept = [name for name in (MOMENTUM, SCALE, SECOND, MANTISSA) if name in self.state]
         slots: Mapping[str, Any] = self.given_state["auxiliary"]
         by_rule: Any = {None: slots} if isinstance(self.config.auxiliary, Rule) else slots
         return plan_update(
@@ -189,6 +193,8 @@ class Call:
         inherited = self.given.get("weight_decay", self.config.weight_decay)
         if not all(is_zero(decay) for decay in (inherited, *own)):
             return "weight decay", "set weight_decay=0"
+        if self.config.rounding is not None or self.config.master is not None:
+            return "what rounds them", "set rounding='nearest' and master=None"
         reading = [name for name in self.config.metrics if METRICS[name].needs_params]
         return (f"the metric {reading[0]!r}", "leave it out") if reading else None
 
@@ -242,6 +248,11 @@ class Call:
         here = self._flags(paths)
         return new if here is None else torch.where(spread(here.to(new.device), new), new, old)
 
+    def kept(self, new: Tensor, path: str, old: Tensor) -> Tensor:
+        """The new tensor of a leaf, but the old one where its gradient is not present."""
+        flag = self.present.get(path)
+        return new if flag is None else torch.where(flag.to(new.device), new, old)
+
     def _flags(self, paths: Sequence[str]) -> Tensor | None:
         """Whether the gradients of some leaves are present, [k]; None where nothing says it."""
         if not any(path in self.present for path in paths):
@@ -285,7 +296,7 @@ class Call:
     def store(self, group: Group, slot: str, state: State | None = None) -> dict[str, Tensor]:
         """Path -> tensor of one slot of a group, in the state of this call or another."""
         held: State = self.state if state is None else state
-        if isinstance(group, Bucket):
+        if isinstance(group, Bucket) or slot == MANTISSA:
             return held[slot]
         return (held["auxiliary"] if group.name is None else held["auxiliary"][group.name])[slot]
 
@@ -301,6 +312,41 @@ class Call:
         """The params of a group; planning has checked that they are there."""
         assert self.params is not None
         return [self.params[path] for path in group.paths]  # pyright: ignore[reportReturnType]
+
+    def full_weights(self, group: Group) -> list[Tensor]:
+        """The same in the dtype of the group, with the bits that a mantissa keeps."""
+        kept = self.state.get(MANTISSA, {})
+        return [
+            (joined(weight, kept[path]) if path in kept else weight).to(group.dtype)
+            for path, weight in zip(group.paths, self.weights(group), strict=True)
+        ]
+
+    def momentum(self, path: str) -> Tensor:
+        """The momentum of a matrix leaf, out of 8 bits where it is kept in them."""
+        held, name = self.state[MOMENTUM][path], self.config.momentum_dtype
+        return decode(name, held, self.state[SCALE][path]) if isinstance(name, str) else held
+
+    def stored(
+        self, paths: Sequence[str], new: Tensor, old: Tensor
+    ) -> dict[str, dict[str, Tensor]]:
+        """Averages [k, ...] as the state keeps them, by slot and path, the old ones if absent."""
+        name = self.config.momentum_dtype
+        if not isinstance(name, str):
+            kept = self.masked(new, paths, old).unbind()
+            return {MOMENTUM: dict(zip(paths, kept, strict=True))}
+        found: dict[str, dict[str, Tensor]] = {MOMENTUM: {}, SCALE: {}}
+        for path, momentum in zip(paths, new.unbind(), strict=True):
+            pair = encode(name, momentum, tuple(self.state[SCALE][path].shape))
+            for slot, tensor in zip(found, pair, strict=True):
+                found[slot][path] = self.kept(tensor, path, self.state[slot][path])
+        return found
+
+    def rounding_noise(self, path: str, count: Tensor) -> Tensor:
+        """The random bits that round a leaf in its update of that number."""
+        assert self.config.rounding is not None and self.given_params is not None
+        leaf: Any = self.given_params[path]
+        key = leaf_key(self.config.rounding.seed, path)
+        return noise(key, count, tuple(leaf.shape), block_of(path, leaf))
 
     def whole(self, path: str) -> Any:
         """A tensor of a leaf as it was given, which says how a result is sharded."""

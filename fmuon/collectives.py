@@ -9,6 +9,7 @@ and inside a graph alike.
 
 import hashlib
 import itertools
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -57,20 +58,27 @@ def local(leaf: Any) -> Any:
     return leaf.to_local() if is_sharded(leaf) else leaf
 
 
-def like(tensor: Tensor, leaf: Any) -> Any:
-    """A local tensor as a part of what `leaf` is."""
+def like(tensor: Tensor, leaf: Any, shape: torch.Size | None = None) -> Any:
+    """A local tensor as a part of what `leaf` is, or of a contiguous tensor placed like it."""
     if not is_sharded(leaf):
         return tensor
     from torch.distributed.tensor import DTensor
 
+    strides = leaf.stride() if shape is None else torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         tensor,
         leaf.device_mesh,
         leaf.placements,
         run_check=False,
-        shape=leaf.shape,
-        stride=leaf.stride(),
+        shape=leaf.shape if shape is None else shape,
+        stride=strides,
     )
+
+
+def sharded_axes(leaf: Any) -> frozenset[int]:
+    """The axes along which the parts of a leaf are cut."""
+    placements = leaf.placements if is_sharded(leaf) else ()
+    return frozenset(p.dim % leaf.ndim for p in placements if hasattr(p, "dim"))
 
 
 def _forget_ended() -> None:
@@ -125,6 +133,20 @@ def sharding_number(path: str, mesh: Any, placements: Sequence[Any], shape: Sequ
         SHARDINGS.append(_sharding_of(path, *key))
         _NUMBERS[key] = len(SHARDINGS) - 1
     return _NUMBERS[key]
+
+
+def block_of(path: str, leaf: Any) -> Block:
+    """The part of a leaf that this rank holds."""
+    shape = tuple(map(operator.index, leaf.shape))
+    if not is_sharded(leaf):
+        return tuple((0, length) for length in shape)
+    return _own_block(sharding_number(path, leaf.device_mesh, leaf.placements, shape))
+
+
+@constant_in_graphs
+def _own_block(number: int) -> Block:
+    sharding = SHARDINGS[number]
+    return sharding.block(sharding.mesh.coordinate)
 
 
 def _sharding_of(

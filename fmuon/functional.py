@@ -46,16 +46,22 @@ from fmuon.collectives import (
     register,
     register_meshes,
     returned,
+    sharded_axes,
     to_owners,
     to_parts,
     to_replicas,
 )
+from fmuon.lowbit import FORMATS, scale_shape
 from fmuon.methods import chosen, orthogonalizer
 from fmuon.metrics import METRICS
 from fmuon.momentum import average, look_ahead
 from fmuon.orthogonalize import NewtonSchulz, Orthogonalizer
 from fmuon.partition import Assignment, Label
 from fmuon.planning import (
+    MANTISSA,
+    MOMENTUM,
+    SCALE,
+    SECOND,
     Configuration,
     RuleGroup,
     Spec,
@@ -64,6 +70,7 @@ from fmuon.planning import (
     sharding_of,
     signature,
 )
+from fmuon.rounding import Stochastic, is_rounded, rounding_method, split
 from fmuon.scalars import Scalars
 from fmuon.scaling import ScaleRule, scale_rule
 from fmuon.second_moment import NorMuon, second_moment_method
@@ -80,11 +87,8 @@ class Muon(Configuration):
         leaves, _ = flatten(params)
         nested = not isinstance(self.auxiliary, Rule)
         slots = {name: {slot: {} for slot in rule.slots} for name, rule in self.rules.items()}
-        state: State = {
-            **{name: {} for name in self.kept},
-            "auxiliary": slots if nested else slots[None],
-            "missed": {},
-        }
+        state: State = {name: {} for name in self.stores}
+        state["auxiliary"] = slots if nested else slots[None]
         assignments = self.assign(leaves)
         if not isinstance(params, list | tuple):
             check_not_empty(assignments)
@@ -97,7 +101,7 @@ class Muon(Configuration):
             state["missed"][path] = torch.full((), step, dtype=torch.int64, device=leaf.device)
             store = state if isinstance(label, Matrix) else slots[self.rule_name(label)]
             for slot, zeros in self.fresh(path, leaf, label).items():
-                store[slot][path] = zeros
+                (state if slot == MANTISSA else store)[slot][path] = zeros
         if self.metrics:
             leaves_of_state = ((p, p in state["momentum"]) for p in state["missed"])
             device = next((m.device for m in state["missed"].values()), None)
@@ -166,14 +170,31 @@ class Muon(Configuration):
 
     def fresh(self, path: str, leaf: Tensor, label: Label) -> dict[str, Tensor]:
         """What the state holds of one leaf before its first update, by slot."""
-        if not isinstance(label, Matrix):
+        fresh: dict[str, Tensor] = {}
+        if isinstance(label, Matrix):
+            fresh = self._fresh_momentum(path, leaf)
+            shapes = self.kept_shapes(path, label.view(path, tuple(leaf.shape)))
+            if SECOND in shapes:
+                fresh[SECOND] = _zeros(leaf.new_empty(shapes[SECOND]))
+        else:
             rule = self.rules[self.rule_name(label)]
-            return {s: _zeros(leaf, rule.mu_dtype if s == "mu" else None) for s in rule.slots}
-        shapes = self.kept_shapes(path, label.view(path, tuple(leaf.shape)))
-        fresh = {"momentum": _zeros(leaf, self.momentum_dtype)}
-        if "second_moment" in shapes:
-            fresh["second_moment"] = _zeros(leaf.new_empty(shapes["second_moment"]))
+            fresh = {s: _zeros(leaf, rule.mu_dtype if s == "mu" else None) for s in rule.slots}
+        if self.has_mantissa(path, leaf.dtype):
+            own = torch.zeros((*local(leaf).shape, 2), dtype=torch.uint8, device=leaf.device)
+            fresh[MANTISSA] = like(own, leaf, torch.Size((*leaf.shape, 2)))
         return fresh
+
+    def _fresh_momentum(self, path: str, leaf: Tensor) -> dict[str, Tensor]:
+        if not isinstance(self.momentum_dtype, str):
+            return {MOMENTUM: _zeros(leaf, self.momentum_dtype)}
+        whole, own = (
+            torch.Size(scale_shape(path, tuple(shape), sharded_axes(leaf)))
+            for shape in (leaf.shape, local(leaf).shape)
+        )
+        return {
+            MOMENTUM: _zeros(leaf, FORMATS[self.momentum_dtype].codes),
+            SCALE: like(torch.zeros(own, device=leaf.device), leaf, whole),
+        }
 
     def update(
         self,
@@ -202,17 +223,18 @@ class Muon(Configuration):
             metrics: dict[str, Tensor] = {}
             for group, moved in _moves(plan.groups, call):
                 metrics |= _measured(group, call, moved)
+                moved = _rounded(moved, group, call)
                 for path, change in zip(group.paths, moved.updates, strict=True):
                     change = _strided(change, call.state["momentum"].get(path))
                     updates[path] = like(change, call.whole(path))
                 for slot, tensors in moved.slots.items():
                     old, store = call.store(group, slot), call.store(group, slot, new)
-                    for path, tensor in zip(group.paths, tensors, strict=True):
+                    for path, tensor in tensors.items():
                         keep = _strided if _is_alone(group, path) else _owned
                         kept = keep(tensor, old[path]).to(old[path].dtype)
                         store[path] = like(kept, store[path])
             for path in plan.empty:
-                updates[path] = torch.zeros_like(state["momentum"][path])
+                updates[path] = _zeros(state[MOMENTUM][path])
             for path in plan.idle:
                 new["missed"][path] = state["missed"][path] + 1
             for path in call.flagged(plan):
@@ -250,10 +272,11 @@ class Muon(Configuration):
         metrics: dict[str, Tensor] = {}
         for group, moved in _moves(plan.groups, call):
             metrics |= _measured(group, call, moved)
+            moved = _rounded(moved, group, call)
             torch._foreach_add_(call.weights(group), moved.updates)
             for slot, tensors in moved.slots.items():
                 store = call.store(group, slot)
-                torch._foreach_copy_([store[path] for path in group.paths], tensors)
+                torch._foreach_copy_([store[path] for path in tensors], [*tensors.values()])
         for path in plan.idle:
             state["missed"][path].add_(1)
         for path in call.flagged(plan):
@@ -270,12 +293,12 @@ class Muon(Configuration):
 class _Moved(NamedTuple):
     """What a step does to a group of leaves; nothing is written yet.
 
-    `slots` are the new ones, tensors per leaf. `factors` are what `orthogonalize` made of the
+    `slots` are the new ones, by path. `factors` are what `orthogonalize` made of the
     stacks of a bucket, and `rates` what multiplies them, or the directions of a rule.
     """
 
     updates: list[Tensor]
-    slots: dict[str, list[Tensor]]
+    slots: dict[str, dict[str, Tensor]]
     factors: list[Stack]
     rates: list[Tensor]
 
@@ -286,7 +309,7 @@ class _Sent(NamedTuple):
     bucket: Bucket
     exchange: Exchange
     looks: list[Tensor]
-    averages: list[Tensor]
+    slots: dict[str, dict[str, Tensor]]
     pending: Tensor | None
 
 
@@ -320,8 +343,8 @@ def _moves(groups: Sequence[Group], call: Call) -> Iterator[tuple[Group, _Moved]
 
 
 def _sent(bucket: Bucket, exchange: Exchange, call: Call) -> _Sent:
-    looks, averages = _averaged(bucket, call)
-    return _Sent(bucket, exchange, looks, averages, to_owners(exchange, looks))
+    looks, slots = _averaged(bucket, call)
+    return _Sent(bucket, exchange, looks, slots, to_owners(exchange, looks))
 
 
 def _sent_back(here: _Sent, call: Call) -> _Sent:
@@ -340,7 +363,7 @@ def _sent_on(here: _Sent) -> _Sent:
 def _returned(here: _Sent) -> _Moved:
     assert here.pending is not None
     updates = returned(here.exchange, here.pending)
-    return _Moved(updates, {"momentum": here.averages}, [], [])
+    return _Moved(updates, here.slots, [], [])
 
 
 def _settled(moved: _Moved, group: Group, call: Call) -> _Moved:
@@ -350,9 +373,9 @@ def _settled(moved: _Moved, group: Group, call: Call) -> _Moved:
     if decay is not None:
         c = (-call.rate(group) * decay).to(group.dtype)
         factors = c.unbind() if c.ndim else [c] * len(updates)
-        triples = zip(updates, call.weights(group), factors, strict=True)
+        triples = zip(updates, call.full_weights(group), factors, strict=True)
         cautious = call.config.decay == "cautious"
-        updates = [_decayed(u, w.to(group.dtype), c, cautious) for u, w, c in triples]
+        updates = [_decayed(u, w, c, cautious) for u, w, c in triples]
     updates = [call.moved(u, path) for u, path in zip(updates, group.paths, strict=True)]
     return moved._replace(updates=updates)
 
@@ -361,6 +384,32 @@ def _decayed(update: Tensor, weight: Tensor, factor: Tensor, cautious: bool) -> 
     """The update and factor W; cautious: only where it doesn't work against the update."""
     aligned = torch.where(update * weight <= 0, weight, 0) if cautious else weight
     return torch.addcmul(update, aligned, factor)
+
+
+def _rounded(moved: _Moved, group: Group, call: Call) -> _Moved:
+    """With updates to values that leaves of 16 bits hold, and the bits that these don't."""
+    rounding = call.config.rounding
+    if rounding is None and call.config.master is None:
+        return moved
+    weights, counts = call.weights(group), call.count(group.paths, group.device).unbind()
+    entries = zip(
+        group.paths, moved.updates, weights, call.full_weights(group), counts, strict=True
+    )
+    updates: list[Tensor] = []
+    mantissas: dict[str, Tensor] = {}
+    for path, update, weight, full, count in entries:
+        if is_rounded(weight.dtype):
+            new = (full + update).to(torch.float32)
+            if rounding is None:
+                new, mantissa = split(new)
+                mantissas[path] = call.kept(mantissa, path, call.state[MANTISSA][path])
+            else:
+                new = rounding(new, weight.dtype, call.rounding_noise(path, count))
+            updates.append(call.moved(new - weight.to(torch.float32), path))
+        else:
+            updates.append(update)
+    slots = moved.slots | ({MANTISSA: mantissas} if mantissas else {})
+    return moved._replace(updates=updates, slots=slots)
 
 
 def _measured(group: Group, call: Call, moved: _Moved) -> dict[str, Tensor]:
@@ -393,18 +442,18 @@ def _means(group: Group, values: list[Tensor]) -> dict[str, Tensor]:
 
 def _matrices(bucket: Bucket, call: Call) -> _Moved:
     """-lr scale O and M' of the leaves of a bucket."""
-    looks, averages = _averaged(bucket, call)
+    looks, slots = _averaged(bucket, call)
     moved = _orthogonalized(bucket, looks, call)
-    return moved._replace(slots={"momentum": averages, **moved.slots})
+    return moved._replace(slots=slots | moved.slots)
 
 
-def _averaged(bucket: Bucket, call: Call) -> tuple[list[Tensor], list[Tensor]]:
-    """The look-ahead U and the average M' of the leaves of a bucket."""
+def _averaged(bucket: Bucket, call: Call) -> tuple[list[Tensor], dict[str, dict[str, Tensor]]]:
+    """The look-ahead U of the leaves of a bucket, and the average M' as the state keeps it."""
     config, device = call.config, bucket.device
     looks: dict[str, Tensor] = {}
-    averages: dict[str, Tensor] = {}
+    slots: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for paths in bucket.groups:
-        momentum = [call.state["momentum"][path] for path in paths]
+        momentum = [call.momentum(path) for path in paths]
         grads = [call.gradient(path, m) for path, m in zip(paths, momentum, strict=True)]
         grad, moment = _stacked(grads).to(bucket.dtype), _stacked(momentum).to(bucket.dtype)
         t = spread(call.count(paths, device), grad)
@@ -414,8 +463,9 @@ def _averaged(bucket: Bucket, call: Call) -> tuple[list[Tensor], list[Tensor]]:
             new, grad, b, t, nesterov=config.nesterov, bias_correction=config.bias_correction
         )
         looks.update(zip(paths, look.unbind(), strict=True))
-        averages.update(zip(paths, call.masked(new, paths, moment).unbind(), strict=True))
-    return [looks[path] for path in bucket.paths], [averages[path] for path in bucket.paths]
+        for slot, tensors in call.stored(paths, new, moment).items():
+            slots[slot].update(tensors)
+    return [looks[path] for path in bucket.paths], dict(slots)
 
 
 def _orthogonalized(bucket: Bucket, looks: list[Tensor], call: Call) -> _Moved:
@@ -431,9 +481,10 @@ def _orthogonalized(bucket: Bucket, looks: list[Tensor], call: Call) -> _Moved:
         parts = [method(part) for part in matrices.split(spec.chunk)]
         orthogonal.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     factors = orthogonal
-    slots: dict[str, list[Tensor]] = {}
+    slots: dict[str, dict[str, Tensor]] = {}
     if config.second_moment is not None:
-        factors, slots["second_moment"] = _evened(bucket, factors, call, config.second_moment)
+        factors, moments = _evened(bucket, factors, call, config.second_moment)
+        slots[SECOND] = dict(zip(bucket.paths, moments, strict=True))
     duals = _duals(bucket, stacks, factors) if config.adaptive else None
     updates: list[Stack] = []
     rates: list[Tensor] = []
@@ -494,7 +545,10 @@ def _others(group: RuleGroup, call: Call) -> _Moved:
     direction, new = rule.direction(rule, grad, slots, t, (beta1, beta2), eps)
     rate = call.rate(group)
     update = direction * spread(-rate, grad).to(group.dtype)
-    kept = {slot: list(call.masked(new[slot], paths, slots[slot]).unbind()) for slot in rule.slots}
+    kept = {
+        slot: dict(zip(paths, call.masked(new[slot], paths, slots[slot]).unbind(), strict=True))
+        for slot in rule.slots
+    }
     return _Moved(list(update.unbind()), kept, [], [rate])
 
 
@@ -567,7 +621,9 @@ def muon(
     adaptive: bool = False,
     second_moment: str | NorMuon | None = None,
     scale: str | ScaleRule = "match_rms_adamw",
-    momentum_dtype: torch.dtype | None = None,
+    momentum_dtype: torch.dtype | str | None = None,
+    rounding: str | Stochastic | None = "nearest",
+    master: str | None = None,
     metrics: Sequence[str] = (),
     mesh: Any = None,
     auxiliary: Rule | Mapping[str, Rule] = adamw(),
@@ -597,8 +653,15 @@ def muon(
         second_moment: "normuon", or a `NorMuon`: even out the rows of O by their averaged squares.
         scale: name of a rule in `fmuon.scaling.SCALES`, or a callable (fan_out, fan_in) -> float.
             With the default one lr serves all leaves, and a lr tuned for AdamW carries over.
-        momentum_dtype: in which the momentum of matrices is kept; None is float32, or float64 for
-            float64 leaves.
+        momentum_dtype: in which the momentum of matrices is kept: a floating point dtype; None,
+            which is float32, or float64 for float64 leaves; "int8" (needs torchao) or "fp8", codes
+            with a float32 scale for every 272 of them at most.
+        rounding: how what becomes of a leaf of 16 bits is rounded: "nearest", or "stochastic", or
+            a `Stochastic` with another seed. The update is then the difference to the value that
+            was chosen, so that adding it rounds no more.
+        master: "mantissa" keeps, for every bfloat16 leaf, the 16 bits in `state["mantissa"]` that
+            make it a float32, which decays and is updated exactly. What else changes the leaf
+            meanwhile changes that float32 alike.
         metrics: names out of `fmuon.metrics.METRICS`, computed in every update into
             `state["metrics"]`, a flat dict of 0-d float32 tensors with keys such as
             "fmuon/update_rms/<path>".
@@ -652,6 +715,8 @@ def muon(
         second_moment=second_moment_method(second_moment),
         scale=scale_rule(scale),
         momentum_dtype=momentum_dtype,
+        rounding=rounding_method(rounding),
+        master=master,
         metrics=tuple(metrics),
         mesh=None if mesh is None else register(mesh),
         auxiliary=auxiliary if isinstance(auxiliary, Rule) else tuple(auxiliary.items()),

@@ -44,7 +44,7 @@ from fmuon.partition import (
     route,
     unwrapped_module,
 )
-from fmuon.planning import check_not_empty, check_trainable
+from fmuon.planning import MANTISSA, check_not_empty, check_trainable
 from fmuon.presets import PRESETS
 from fmuon.scalars import check_scalar
 from fmuon.surgery import origins, resized
@@ -56,9 +56,11 @@ FORMAT = 1
 # Slots of the functional state under the names that torch.optim uses.
 _SLOTS = {
     "momentum": "momentum_buffer",
+    "momentum_scale": "momentum_buffer_scale",
     "second_moment": "second_momentum_buffer",
     "mu": "exp_avg",
     "nu": "exp_avg_sq",
+    MANTISSA: MANTISSA,
 }
 _SCALARS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
 
@@ -103,7 +105,8 @@ class FMuon(Optimizer):
             arguments), alone or in a dict of rules: it trains its leaves over the groups and the
             state of this optimizer, outside the compiled step and without metrics.
 
-    State per parameter: `momentum_buffer`, or `exp_avg` and `exp_avg_sq`; and `step`, a 0-d float32
+    State per parameter: `momentum_buffer`, or `exp_avg` and `exp_avg_sq`; what options add to
+    these (`second_momentum_buffer`, `momentum_buffer_scale`, `mantissa`); and `step`, a 0-d float32
     count of the updates applied to it. What a foreign optimizer keeps has its own names.
 
     >>> optimizer = fmuon.FMuon(model, lr=1e-3, weight_decay=0.1)
@@ -431,11 +434,16 @@ class FMuon(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             self.state[parameter] = state
 
-    def _buffers(self, label: Label) -> list[str]:
+    def _buffers(self, name: str, parameter: Tensor, label: Label) -> set[str]:
         """Names of the buffers of a parameter with that label."""
+        config, slots = self._config, list[str]()
         if isinstance(label, Matrix):
-            return [_SLOTS[slot] for slot in self._config.kept]
-        return [_SLOTS[slot] for slot in self._config.rules[self._config.rule_name(label)].slots]
+            slots += config.kept
+        else:
+            slots += config.rules[config.rule_name(label)].slots
+        if config.has_mantissa(name, parameter.dtype):
+            slots.append(MANTISSA)
+        return {_SLOTS[slot] for slot in slots}
 
     def _advance(
         self,
@@ -660,11 +668,14 @@ class FMuon(Optimizer):
         """Refuse state whose buffers are not those of the parameters' labels."""
         for own, group in zip(self.param_groups, ordered["param_groups"], strict=False):
             names = own.get("param_names", group["params"])
-            for name, index, rule in zip(names, group["params"], own["rules"], strict=False):
-                found = set(ordered["state"].get(index, {}))
-                if self._is_foreign(_decode(rule)):
+            entries = zip(names, group["params"], own["params"], own["rules"], strict=False)
+            for name, index, parameter, rule in entries:
+                found, label = set(ordered["state"].get(index, {})), _decode(rule)
+                if self._is_foreign(label):
                     continue
-                wanted = {*self._buffers(_decode(rule)), "step"} if rule != "frozen" else set()
+                wanted = set[str]()
+                if label != "frozen":
+                    wanted = self._buffers(name, parameter, label) | {"step"}
                 if found and found != wanted:
                     raise StateError(
                         f"parameter {name!r}: the state_dict holds {sorted(found)}, its label "
@@ -759,7 +770,10 @@ class FMuon(Optimizer):
         self, state: Mapping[str, Any], default: tuple[int, ...], label: Label
     ) -> tuple[int, ...]:
         """The shape of a parameter by its buffers; without buffers, `default`."""
-        buffers = [v for name, v in state.items() if name != "step" and isinstance(v, Tensor)]
+        tensors = {name: v for name, v in state.items() if isinstance(v, Tensor) and name != "step"}
+        if set(tensors) == {MANTISSA}:
+            return tuple(tensors[MANTISSA].shape[:-1])
+        buffers = [*tensors.values()]
         if self._is_foreign(label):
             # Some are factors, with a length of 1 along some axes.
             buffers = [buffer for buffer in buffers if buffer.ndim == len(default)]
@@ -869,6 +883,9 @@ def _in_place_step(layout: _Layout) -> Callable[..., None]:
             name: {slot: {} for slot in rule.slots} for name, rule in config.rules.items()
         }
         matrices: dict[str, dict[str, Tensor]] = {slot: {} for slot in config.kept}
+        mantissas = {
+            m.path: states[m.path][MANTISSA] for m in members if MANTISSA in states[m.path]
+        }
         flags = {} if present is None else dict(zip(params, present.unbind(), strict=True))
         for m in members:
             if m.is_matrix:
@@ -883,6 +900,7 @@ def _in_place_step(layout: _Layout) -> Callable[..., None]:
             grads,
             {
                 **matrices,
+                MANTISSA: mantissas,
                 "auxiliary": auxiliary if nested else auxiliary[None],
                 "missed": missed,
                 "metrics": metrics,

@@ -28,10 +28,12 @@ from fmuon.base import (
 )
 from fmuon.buckets import Bucket, MatrixLeaf, plan, together
 from fmuon.collectives import SHARDINGS, is_sharded, sharding_number
+from fmuon.lowbit import FORMATS, check_installed, fits
 from fmuon.methods import flops_of
 from fmuon.metrics import METRICS, SKIPPED, metric_key
 from fmuon.orthogonalize import Orthogonalizer
 from fmuon.partition import Assignment, Label, Labels, Leaf, as_view, assign, check_key, declared
+from fmuon.rounding import Stochastic
 from fmuon.scalars import check_scalar, is_mask
 from fmuon.scaling import ScaleRule
 from fmuon.second_moment import NorMuon
@@ -40,9 +42,13 @@ from fmuon.sharding import Mesh, Sharding
 MISSING = ("skip", "zero", "error")
 DECAYS = ("decoupled", "cautious")
 NONFINITE = ("propagate", "skip")
+MASTERS = (None, "mantissa")
 # The dicts of a state that hold tensors of matrices.
 MOMENTUM = "momentum"
+SCALE = "momentum_scale"
 SECOND = "second_moment"
+# The dict of what the leaves of 16 bits can't hold.
+MANTISSA = "mantissa"
 _LABELS = ("muon", "auxiliary", "frozen", "error")
 
 
@@ -60,7 +66,9 @@ class Configuration:
     adaptive: bool
     second_moment: NorMuon | None
     scale: ScaleRule
-    momentum_dtype: torch.dtype | None
+    momentum_dtype: torch.dtype | str | None
+    rounding: Stochastic | None
+    master: str | None
     metrics: tuple[str, ...]
     mesh: Mesh | None
     auxiliary: Rule | tuple[tuple[str, Rule], ...]
@@ -88,16 +96,10 @@ class Configuration:
                 )
         for name in self.metrics:
             lookup(METRICS, name, "metric")
-        dtype = self.momentum_dtype
-        if dtype is not None and not (
-            isinstance(dtype, torch.dtype) and dtype.is_floating_point  # pyright: ignore
-        ):
-            raise ConfigurationError(
-                f"momentum_dtype={dtype!r}: give a floating point torch.dtype, or None"
-            )
+        self._check_storage()
         if self.max_stack_bytes is not None and self.max_stack_bytes < 1:
             raise ConfigurationError(f"max_stack_bytes={self.max_stack_bytes}: must be positive")
-        reserved = {"muon", "frozen", "error", MOMENTUM, SECOND}
+        reserved = {"muon", "frozen", "error", MOMENTUM, SCALE, SECOND, MANTISSA}
         if not self.rules or reserved & set(self.rules):
             raise ConfigurationError(
                 f"auxiliary: {sorted(map(str, self.rules))}; give a rule, or a dict name -> rule "
@@ -106,6 +108,33 @@ class Configuration:
         for key, label in self.labels if isinstance(self.labels, tuple) else ():
             check_key(key)
             self.check_label(f"labels[{key!r}]", label)
+
+    def _check_storage(self) -> None:
+        dtype = self.momentum_dtype
+        if isinstance(dtype, str):
+            lookup(FORMATS, dtype, "momentum_dtype")
+            check_installed(dtype)
+        elif dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point  # pyright: ignore
+        ):
+            raise ConfigurationError(
+                f"momentum_dtype={dtype!r}: give a floating point torch.dtype, None, or one of "
+                f"{', '.join(map(repr, FORMATS))}"
+            )
+        if self.master not in MASTERS:
+            raise ConfigurationError(f"master={self.master!r}; known: None, 'mantissa'")
+        if self.master is not None and self.rounding is not None:
+            raise ConfigurationError(
+                f"rounding={self.rounding!r} beside master={self.master!r}, which keeps what "
+                f"rounding drops; give one of the two"
+            )
+        options = {"momentum_dtype": isinstance(dtype, str) and dtype}
+        options |= {"rounding": self.rounding, "master": self.master}
+        rounded = [f"{name}={value!r}" for name, value in options.items() if value]
+        if self.differentiable and rounded:
+            raise ConfigurationError(
+                f"differentiable=True beside {rounded[0]}, which has no derivative; leave out one"
+            )
 
     @property
     def rules(self) -> dict[str | None, Rule]:
@@ -130,10 +159,27 @@ class Configuration:
     @property
     def kept(self) -> tuple[str, ...]:
         """The dicts of a state that hold tensors of matrices."""
-        return (MOMENTUM,) if self.second_moment is None else (MOMENTUM, SECOND)
+        scale = (SCALE,) if isinstance(self.momentum_dtype, str) else ()
+        second = () if self.second_moment is None else (SECOND,)
+        return (MOMENTUM, *scale, *second)
+
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """The keys that a state must have."""
+        return (*self.kept, "auxiliary", "missed", *(() if self.master is None else (MANTISSA,)))
+
+    def has_mantissa(self, path: str, dtype: torch.dtype) -> bool:
+        """Whether the state keeps what a leaf of this dtype can't hold; refuses float16."""
+        if self.master is not None and dtype == torch.float16:
+            raise LeafError(
+                f"{path!r}: master={self.master!r} splits a float32 into bfloat16 and its other 16 "
+                f"bits, and this leaf is float16; make it bfloat16, or give "
+                f"rounding='stochastic' instead"
+            )
+        return self.master is not None and dtype == torch.bfloat16
 
     def kept_shapes(self, path: str, view: View) -> dict[str, tuple[int, ...]]:
-        """The shape of what the state holds of a matrix leaf, by the dict that holds it."""
+        """The shapes of the moments of a matrix leaf, by the dict of the state that holds them."""
         if self.second_moment is None:
             return {MOMENTUM: view.shape}
         return {MOMENTUM: view.shape, SECOND: self.second_moment.shape(path, view)}
@@ -167,6 +213,7 @@ class Configuration:
             self.check_label(repr(path), label)
             if label != "frozen":
                 check_trainable(path, tensors[path])
+                self.has_mantissa(path, specs[path].dtype)
             if isinstance(label, Matrix):
                 self.kept_shapes(path, label.view(path, specs[path].shape))
         none = {path: Assignment("frozen", "None") for path in leaves if path not in tensors}
@@ -341,12 +388,13 @@ def _plan_update(
     empty: list[str] = []
     for path in sorted(counts):
         gradient, held = gradients[path], stored[path]
+        mantissa = held.pop((MANTISSA, MANTISSA), None)
         if gradient is None and config.missing == "error":
             raise LeafError(
                 f"{path!r}: its gradient is None and missing='error'; pass a gradient, or choose "
                 f"missing='skip' (leave the leaf alone) or 'zero' (as if it were zero)"
             )
-        # The second moment, whose shape is another, comes last.
+        # The momentum comes first; scales and second moment have other shapes.
         like = next(iter(held.values()), gradient)
         sharding = None if like is None else sharding_of(config, like)
         mesh = None if sharding is None else sharding.mesh
@@ -356,9 +404,11 @@ def _plan_update(
         if mesh is not None:
             # Whether such a leaf is left alone is for all of its ranks to decide.
             shared.setdefault((tuple(sorted(mesh.ranks)), like.device), []).append(path)
-        _check_tensors(path, gradient, held, like, None if weights is None else weights[path])
+        weight = None if weights is None else weights[path]
+        _check_tensors(config, path, gradient, held, like, weight)
+        _check_mantissa(config, path, weight, mantissa)
         label = _label_in_state(config, path, like, held)
-        present = (like, gradient, None if weights is None else weights[path])
+        present = (like, gradient, weight)
         double = any(spec is not None and spec.dtype == torch.float64 for spec in present)
         dtype = torch.float64 if double else torch.float32
         if not isinstance(label, Matrix):
@@ -490,7 +540,12 @@ def _is_frozen(config: Configuration, path: str, spec: Spec) -> bool:
 
 
 def _check_tensors(
-    path: str, grad: Spec | None, held: Held, like: Spec, param: Spec | None
+    config: Configuration,
+    path: str,
+    grad: Spec | None,
+    held: Held,
+    like: Spec,
+    param: Spec | None,
 ) -> None:
     """All tensors of a leaf have one shape and one device, and are dense and floating point."""
     if grad is not None and grad.layout != torch.strided:
@@ -499,11 +554,15 @@ def _check_tensors(
             f"the layer with sparse=False"
         )
     tensors = {"gradient": grad, "param": param}
-    tensors |= {f"state {s!r}": spec for (_, s), spec in held.items() if s != SECOND}
+    tensors |= {f"state {s!r}": spec for (_, s), spec in held.items() if s not in (SECOND, SCALE)}
+    codes = None
+    if (SCALE, SCALE) in held and isinstance(config.momentum_dtype, str):
+        codes = f"state {MOMENTUM!r}"
+        _check_codes(path, config.momentum_dtype, like, held[SCALE, SCALE])
     for what, spec in tensors.items():
         if spec is None:
             continue
-        if not spec.dtype.is_floating_point:
+        if not spec.dtype.is_floating_point and what != codes:
             raise LeafError(f"{path!r}: {what} of dtype {spec.dtype}; floating point needed")
         if spec.sharding != like.sharding:
             raise LeafError(
@@ -516,6 +575,35 @@ def _check_tensors(
                 f"{like.shape} on {like.device}; the two must be equal (init(params) makes a new "
                 f"state)"
             )
+
+
+def _check_codes(path: str, name: str, codes: Spec, scale: Spec) -> None:
+    if codes.dtype != FORMATS[name].codes or not fits(codes.local_shape, scale.local_shape):
+        raise StateError(
+            f"{path!r}: the state holds a momentum of {codes.dtype} and shape {codes.shape} with "
+            f"scales of shape {scale.shape}, which is none of momentum_dtype={name!r}; use the opt "
+            f"that made this state"
+        )
+
+
+def _check_mantissa(
+    config: Configuration, path: str, weight: Spec | None, mantissa: Spec | None
+) -> None:
+    """A leaf has a mantissa if its dtype is the one that needs it."""
+    dtype = None if weight is None else weight.dtype
+    if (mantissa is not None) != (dtype is not None and config.has_mantissa(path, dtype)):
+        raise StateError(
+            f"{path!r}: the state holds {'no' if mantissa is None else 'a'} mantissa for it, which "
+            f"does not go with master={config.master!r} and params of {dtype}; make the state with "
+            f"the opt, and of the params, that are used"
+        )
+    if mantissa is None or weight is None:
+        return
+    if mantissa.dtype != torch.uint8 or mantissa.shape != (*weight.shape, 2):
+        raise StateError(
+            f"{path!r}: its mantissa has {mantissa.dtype} and shape {mantissa.shape}, and needs "
+            f"torch.uint8 and {(*weight.shape, 2)}; use the state that this opt made"
+        )
 
 
 def _placed(spec: Spec) -> str:

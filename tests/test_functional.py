@@ -645,7 +645,7 @@ def test_errors_of_options():
     )
     assert_expected_inline(
         text(auxiliary={}),
-        """auxiliary: []; give a rule, or a dict name -> rule with one entry at least and none of the names ['error', 'frozen', 'momentum', 'muon', 'second_moment']""",
+        """auxiliary: []; give a rule, or a dict name -> rule with one entry at least and none of the names ['error', 'frozen', 'mantissa', 'momentum', 'momentum_scale', 'muon', 'second_moment']""",
     )
     assert_expected_inline(
         message(fmuon.ConfigurationError, fmuon.adamw, betas=(0.9, 1.0)),

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a momentum is kept in 8 bits; the only user of torchao, loaded by the call that needs it.
+
+The codes have the shape of the leaf, and every block of at most `BLOCK` elements has a float32
+scale. Blocks lie along one axis, or the last few taken as one; the scales have the axes of the
+leaf, with as many entries there as blocks, so that what cuts the leaf along another axis cuts the
+scales alike. Both shapes together say where the blocks are.
+"""
+
+from collections.abc import Callable, Collection
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fmuon.base import ConfigurationError, LeafError
+
+# One more block for one more element: 4 bytes in 273 are still less than 3 percent for two.
+BLOCK = 272
+_EXPONENT = 0.6
+
+
+class Format(NamedTuple):
+    """A way to keep numbers in 8 bits.
+
+    `encode` maps rows [n, block] to codes of that shape, of the dtype `codes`, and scales [n];
+    `decode` maps them back.
+    """
+
+    codes: torch.dtype
+    encode: Callable[[Tensor], tuple[Tensor, Tensor]]
+    decode: Callable[[Tensor, Tensor], Tensor]
+    needs_torchao: bool
+
+
+def _encode_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Linear in the signed power 0.6, which has finer steps where most of the momentum is.
+
+    Linear quantisation by blocks is that of [Gupta et al. 2025, arXiv 2509.23106, section 3].
+    """
+    primitives = _torchao()
+    companded = rows.sign() * rows.abs().pow(_EXPONENT)
+    block = 1, rows.shape[1]
+    scale, zero = primitives.choose_qparams_affine(
+        companded,
+        primitives.MappingType.SYMMETRIC,
+        block,
+        torch.int8,
+        quant_min=-127,
+        quant_max=127,
+        eps=1e-30,
+        scale_dtype=torch.float32,
+        zero_point_dtype=torch.int8,
+    )
+    codes = primitives.quantize_affine(companded, block, scale, zero, torch.int8, -127, 127)
+    return codes, scale.flatten()
+
+
+def _decode_int8(codes: Tensor, scale: Tensor) -> Tensor:
+    zero = torch.zeros_like(scale, dtype=torch.int8)
+    block = 1, codes.shape[1]
+    companded = _torchao().dequantize_affine(
+        codes, block, scale, zero, torch.int8, -127, 127, output_dtype=torch.float32
+    )
+    return companded.sign() * companded.abs().pow(1 / _EXPONENT)
+
+
+def _encode_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 without infinities, scaled so that its largest value is the block's."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scale = (rows.abs().amax(1) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = (rows / scale.unsqueeze(1)).clamp(-largest, largest).to(torch.float8_e4m3fn)
+    # As bytes, which every backend of torch.distributed can send.
+    return codes.view(torch.uint8), scale
+
+
+def _decode_fp8(codes: Tensor, scale: Tensor) -> Tensor:
+    return codes.view(torch.float8_e4m3fn).to(torch.float32) * scale.unsqueeze(1)
+
+
+FORMATS = {
+    "int8": Format(torch.int8, _encode_int8, _decode_int8, needs_torchao=True),
+    "fp8": Format(torch.uint8, _encode_fp8, _decode_fp8, needs_torchao=False),
+}
+
+
+def _torchao() -> Any:
+    try:
+        from torchao.quantization import quant_primitives
+    except ImportError as error:
+        raise ConfigurationError(
+            "momentum_dtype='int8' needs torchao: pip install 'fmuon[lowbit]'"
+        ) from error
+    return quant_primitives
+
+
+def check_installed(name: str) -> None:
+    """Raise where what a format needs is missing."""
+    if FORMATS[name].needs_torchao:
+        _torchao()
+
+
+# ---- where the blocks are ------------------------------------------------------------------------
+
+
+def scale_shape(path: str, shape: tuple[int, ...], sharded: Collection[int]) -> tuple[int, ...]:
+    """The shape of the scales of a leaf, some axes of which are sharded.
+
+    Blocks lie along the last axis that isn't, together with those before it (but not the first)
+    as long as that is less than a block.
+    """
+    free = [axis for axis in range(len(shape)) if axis not in sharded]
+    if not free:
+        raise LeafError(
+            f"{path!r}: every axis of its shape {shape} is sharded, and a momentum of 8 bits has "
+            f"its blocks along one that isn't; leave an axis whole, or set momentum_dtype=None"
+        )
+    stop = free[-1] + 1
+    start = free[-1]
+    while start - 1 in free[1:] and prod(shape[start:stop]) < BLOCK:
+        start -= 1
+    blocks = -(-prod(shape[start:stop]) // BLOCK)
+    return (*shape[:start], blocks, *[1] * (stop - start - 1), *shape[stop:])
+
+
+def fits(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+    """Whether scales of that shape can be those of a leaf."""
+    if len(shape) != len(scales):
+        return False
+    start, stop = _blocked(shape, scales)
+    return shape[:start] == scales[:start] and all(side == 1 for side in scales[start + 1 : stop])
+
+
+def _blocked(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]:
+    """(start, stop) of the axes that blocks lie along."""
+    differ = [axis for axis in range(len(shape)) if shape[axis] != scales[axis]]
+    # Without a difference every element is a block, along any axis.
+    return (differ[0], differ[-1] + 1) if differ else (len(shape) - 1, len(shape))
+
+
+def encode(name: str, x: Tensor, scales: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """(codes of the shape of x, scales of the given shape)."""
+    start, stop = _blocked(x.shape, scales)
+    lead, row, rest = prod(x.shape[:start]), prod(x.shape[start:stop]), prod(x.shape[stop:])
+    blocks = scales[start]
+    block = max(1, -(-row // max(1, blocks)))
+    rows = x.to(torch.float32).reshape(lead, row, rest).mT
+    rows = torch.nn.functional.pad(rows, (0, blocks * block - row))
+    codes, scale = FORMATS[name].encode(rows.reshape(-1, block))
+    codes = codes.reshape(lead, rest, blocks * block)[..., :row].mT.reshape(x.shape)
+    return codes, scale.reshape(lead, rest, blocks).mT.reshape(scales)
+
+
+def decode(name: str, codes: Tensor, scale: Tensor) -> Tensor:
+    """The float32 that codes and scales stand for."""
+    start, stop = _blocked(codes.shape, scale.shape)
+    shape, scales = codes.shape, scale.shape
+    lead, row, rest = prod(shape[:start]), prod(shape[start:stop]), prod(shape[stop:])
+    blocks = scales[start]
+    block = max(1, -(-row // max(1, blocks)))
+    rows = torch.nn.functional.pad(codes.reshape(lead, row, rest).mT, (0, blocks * block - row))
+    each = scale.reshape(lead, blocks, rest).mT.reshape(-1)
+    values = FORMATS[name].decode(rows.reshape(-1, block), each)
+    return values.reshape(lead, rest, blocks * block)[..., :row].mT.reshape(shape)
