@@ -193,8 +193,10 @@ class Call:
         inherited = self.given.get("weight_decay", self.config.weight_decay)
         if not all(is_zero(decay) for decay in (inherited, *own)):
             return "weight decay", "set weight_decay=0"
-        if self.config.rounding is not None or self.config.master is not None:
-            return "what rounds them", "set rounding='nearest' and master=None"
+        if self.config.rounding is not None:
+            return f"rounding={self.config.rounding}", "set rounding='nearest'"
+        if self.config.master is not None:
+            return f"master={self.config.master!r}", "set master=None"
         reading = [name for name in self.config.metrics if METRICS[name].needs_params]
         return (f"the metric {reading[0]!r}", "leave it out") if reading else None
 
