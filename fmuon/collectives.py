@@ -75,10 +75,15 @@ def like(tensor: Tensor, leaf: Any, shape: torch.Size | None = None) -> Any:
     )
 
 
-def sharded_axes(leaf: Any) -> frozenset[int]:
-    """The axes along which the parts of a leaf are cut."""
-    placements = leaf.placements if is_sharded(leaf) else ()
-    return frozenset(p.dim % leaf.ndim for p in placements if hasattr(p, "dim"))
+def parts_of(leaf: Any) -> dict[int, int]:
+    """Into how many parts the axes of a leaf are cut, for those that are."""
+    parts: dict[int, int] = {}
+    if is_sharded(leaf):
+        for size, placement in zip(leaf.device_mesh.shape, leaf.placements, strict=True):
+            if hasattr(placement, "dim"):
+                axis = placement.dim % leaf.ndim
+                parts[axis] = parts.get(axis, 1) * size
+    return parts
 
 
 def _forget_ended() -> None:

@@ -43,15 +43,15 @@ from fmuon.collectives import (
     like,
     local,
     make_group,
+    parts_of,
     register,
     register_meshes,
     returned,
-    sharded_axes,
     to_owners,
     to_parts,
     to_replicas,
 )
-from fmuon.lowbit import FORMATS, scale_shape
+from fmuon.lowbit import FORMATS, own_scale_shape, scale_shape
 from fmuon.methods import chosen, orthogonalizer
 from fmuon.metrics import METRICS
 from fmuon.momentum import average, look_ahead
@@ -187,13 +187,12 @@ class Muon(Configuration):
     def _fresh_momentum(self, path: str, leaf: Tensor) -> dict[str, Tensor]:
         if not isinstance(self.momentum_dtype, str):
             return {MOMENTUM: _zeros(leaf, self.momentum_dtype)}
-        whole, own = (
-            torch.Size(scale_shape(path, tuple(shape), sharded_axes(leaf)))
-            for shape in (leaf.shape, local(leaf).shape)
-        )
+        shape, parts = tuple(leaf.shape), parts_of(leaf)
+        scales = scale_shape(path, shape, parts)
+        own = own_scale_shape(scales, shape, tuple(local(leaf).shape), parts)
         return {
             MOMENTUM: _zeros(leaf, FORMATS[self.momentum_dtype].codes),
-            SCALE: like(torch.zeros(own, device=leaf.device), leaf, whole),
+            SCALE: like(torch.zeros(own, device=leaf.device), leaf, torch.Size(scales)),
         }
 
     def update(
@@ -573,16 +572,13 @@ def _strided(update: Tensor, like: Tensor | None) -> Tensor:
     """The update with the strides of its leaf: a tall matrix comes back as a transposed view."""
     if like is None or like.stride() == update.stride():
         return update
-    if not like.numel():
-        # Of any strides, which a graph asks for all the same.
-        return update.new_empty_strided(like.shape, like.stride())
-    order, inverse = _memory_order(like)
-    return update.permute(order).contiguous().permute(inverse)
+    return _owned(update, like)
 
 
 def _owned(new: Tensor, old: Tensor) -> Tensor:
     """A copy with the strides of the old, so that no leaf keeps a stack alive."""
     if not old.numel():
+        # Of any strides, which a graph asks for all the same.
         return new.new_empty_strided(old.shape, old.stride())
     order, inverse = _memory_order(old)
     return new.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)

@@ -7,7 +7,7 @@ leaf, with as many entries there as blocks, so that what cuts the leaf along ano
 scales alike. Both shapes together say where the blocks are.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -39,6 +39,10 @@ def _encode_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
     Linear quantisation by blocks is that of [Gupta et al. 2025, arXiv 2509.23106, section 3].
     """
+    if rows.shape[1] == 1:
+        # torchao takes blocks of one element for none.
+        codes, scale = _encode_int8(torch.nn.functional.pad(rows, (0, 1)))
+        return codes[:, :1], scale
     primitives = _torchao()
     companded = rows.sign() * rows.abs().pow(_EXPONENT)
     block = 1, rows.shape[1]
@@ -58,6 +62,8 @@ def _encode_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _decode_int8(codes: Tensor, scale: Tensor) -> Tensor:
+    if codes.shape[1] == 1:
+        return _decode_int8(torch.nn.functional.pad(codes, (0, 1)), scale)[:, :1]
     zero = torch.zeros_like(scale, dtype=torch.int8)
     block = 1, codes.shape[1]
     companded = _torchao().dequantize_affine(
@@ -104,24 +110,44 @@ def check_installed(name: str) -> None:
 # ---- where the blocks are ------------------------------------------------------------------------
 
 
-def scale_shape(path: str, shape: tuple[int, ...], sharded: Collection[int]) -> tuple[int, ...]:
-    """The shape of the scales of a leaf, some axes of which are sharded.
+def scale_shape(path: str, shape: tuple[int, ...], parts: Mapping[int, int]) -> tuple[int, ...]:
+    """The shape of the scales of a leaf; `parts` says into how many an axis is cut.
 
-    Blocks lie along the last axis that isn't, together with those before it (but not the first)
-    as long as that is less than a block.
+    Blocks lie along the last axis that isn't cut, together with those before it (but not the first)
+    as long as that is less than a block; else along the last, a whole number of them in every part.
     """
-    free = [axis for axis in range(len(shape)) if axis not in sharded]
-    if not free:
-        raise LeafError(
-            f"{path!r}: every axis of its shape {shape} is sharded, and a momentum of 8 bits has "
-            f"its blocks along one that isn't; leave an axis whole, or set momentum_dtype=None"
-        )
-    stop = free[-1] + 1
-    start = free[-1]
-    while start - 1 in free[1:] and prod(shape[start:stop]) < BLOCK:
+    whole = [axis for axis in range(len(shape)) if axis not in parts]
+    if not whole:
+        length, rest = divmod(shape[-1], parts[len(shape) - 1])
+        if rest:
+            raise LeafError(
+                f"{path!r}: every axis of its shape {shape} is sharded, the last into "
+                f"{parts[len(shape) - 1]} parts of unequal length, and a momentum of 8 bits needs "
+                f"one that is whole or evenly cut; shard it otherwise, or set momentum_dtype=None"
+            )
+        return (*shape[:-1], parts[len(shape) - 1] * -(-length // BLOCK))
+    stop = whole[-1] + 1
+    start = whole[-1]
+    while start - 1 in whole[1:] and prod(shape[start:stop]) < BLOCK:
         start -= 1
     blocks = -(-prod(shape[start:stop]) // BLOCK)
     return (*shape[:start], blocks, *[1] * (stop - start - 1), *shape[stop:])
+
+
+def own_scale_shape(
+    scales: tuple[int, ...],
+    shape: tuple[int, ...],
+    own: tuple[int, ...],
+    parts: Mapping[int, int],
+) -> tuple[int, ...]:
+    """The shape of the part of the scales that goes with a part of that own shape."""
+
+    def side(axis: int) -> int:
+        if axis not in parts:
+            return scales[axis]
+        return own[axis] if scales[axis] == shape[axis] else scales[axis] // parts[axis]
+
+    return tuple(map(side, range(len(shape))))
 
 
 def fits(shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
@@ -141,10 +167,12 @@ def _blocked(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]
 
 def encode(name: str, x: Tensor, scales: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """(codes of the shape of x, scales of the given shape)."""
+    if not x.numel():
+        return torch.zeros_like(x, dtype=FORMATS[name].codes), x.new_zeros(scales)
     start, stop = _blocked(x.shape, scales)
     lead, row, rest = prod(x.shape[:start]), prod(x.shape[start:stop]), prod(x.shape[stop:])
     blocks = scales[start]
-    block = max(1, -(-row // max(1, blocks)))
+    block = -(-row // blocks)
     rows = x.to(torch.float32).reshape(lead, row, rest).mT
     rows = torch.nn.functional.pad(rows, (0, blocks * block - row))
     codes, scale = FORMATS[name].encode(rows.reshape(-1, block))
@@ -154,11 +182,13 @@ def encode(name: str, x: Tensor, scales: tuple[int, ...]) -> tuple[Tensor, Tenso
 
 def decode(name: str, codes: Tensor, scale: Tensor) -> Tensor:
     """The float32 that codes and scales stand for."""
-    start, stop = _blocked(codes.shape, scale.shape)
     shape, scales = codes.shape, scale.shape
+    if not codes.numel():
+        return scale.new_zeros(shape)
+    start, stop = _blocked(shape, scales)
     lead, row, rest = prod(shape[:start]), prod(shape[start:stop]), prod(shape[stop:])
     blocks = scales[start]
-    block = max(1, -(-row // max(1, blocks)))
+    block = -(-row // blocks)
     rows = torch.nn.functional.pad(codes.reshape(lead, row, rest).mT, (0, blocks * block - row))
     each = scale.reshape(lead, blocks, rest).mT.reshape(-1)
     values = FORMATS[name].decode(rows.reshape(-1, block), each)
