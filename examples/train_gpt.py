@@ -6,6 +6,7 @@
     python examples/train_gpt.py --resume out/checkpoint.pt
     python examples/train_gpt.py --sweep         where the settings of the comparison come from
     python examples/train_gpt.py --methods       Muon by every method of orthogonalisation
+    python examples/train_gpt.py --storage       momentum of 8 bits, weights of 16
     python examples/train_gpt.py --smoke         a tiny model and a few steps
 
 One step of an optimizer (forward, backward, update, new weights) is one compiled graph. Both
@@ -78,14 +79,37 @@ BEST = (
     Setting("adamw", lr=2e-3, weight_decay=0.0, betas=(0.9, 0.95)),
 )
 SWEEP_SEED = 1
+
+
+class Variant(NamedTuple):
+    """Options of `fmuon.muon`, and the dtype of the weights and of the model's arithmetic."""
+
+    options: dict[str, Any]
+    dtype: torch.dtype = torch.float32
+
+
 METHODS = {
-    "quintic": fmuon.NewtonSchulz(),
-    "Polar Express": fmuon.NewtonSchulz("polar_express"),
-    "quintic, Gram": fmuon.GramNewtonSchulz(),
-    "Zolotarev": fmuon.Zolotarev(),
-    "auto": fmuon.Auto(),
+    "quintic": Variant({"orthogonalize": fmuon.NewtonSchulz()}),
+    "Polar Express": Variant({"orthogonalize": fmuon.NewtonSchulz("polar_express")}),
+    "quintic, Gram": Variant({"orthogonalize": fmuon.GramNewtonSchulz()}),
+    "Zolotarev": Variant({"orthogonalize": fmuon.Zolotarev()}),
+    "auto": Variant({"orthogonalize": fmuon.Auto()}),
 }
-METHOD_SEEDS = (0, 1, 2)
+STORAGE = {
+    "float32": Variant({}),
+    "int8 momentum": Variant({"momentum_dtype": "int8"}),
+    "fp8 momentum": Variant({"momentum_dtype": "fp8"}),
+    "bfloat16 momentum": Variant({"momentum_dtype": torch.bfloat16}),
+    "bfloat16, nearest": Variant({}, torch.bfloat16),
+    "bfloat16, stochastic": Variant({"rounding": "stochastic"}, torch.bfloat16),
+    "bfloat16 + mantissa": Variant({"master": "mantissa"}, torch.bfloat16),
+}
+# What is compared, by the name of its files and of its option.
+VARIANTS = {
+    "methods": ("by method of orthogonalisation", METHODS),
+    "storage": ("by what weights and momentum are kept in", STORAGE),
+}
+VARIANT_SEEDS = (0, 1, 2)
 LEARNING_RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 WEIGHT_DECAYS = (0.0, 0.1)
 BETAS = {"muon": ((0.9, 0.999),), "adamw": ((0.9, 0.95), (0.9, 0.999))}
@@ -220,17 +244,20 @@ class Run:
 class Trainer:
     """A model, an optimizer and their train step as one compiled graph."""
 
-    def __init__(self, size: Size, opt: fmuon.Transformation) -> None:
+    def __init__(
+        self, size: Size, opt: fmuon.Transformation, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.size = size
         self.model = GPT(size)
         self.opt = opt
+        self.dtype = dtype
         # On a CPU "max-autotune" is no faster here and prints a table for every product.
         self.train_step = fmuon.compile(self._train_step, mode="default")
 
     def start(self, seed: int) -> Run:
         """A run that has made no step."""
         torch.manual_seed(seed)
-        params = {path: p.detach() for path, p in GPT(self.size).named_parameters()}
+        params = {path: p.detach().to(self.dtype) for path, p in GPT(self.size).named_parameters()}
         return Run(params, self.opt.init(params))
 
     def advance(self, run: Run, tokens: Tensor, setting: Setting) -> None:
@@ -282,7 +309,7 @@ class Trainer:
         """Mean cross-entropy of every byte given those before it, in nats; 0-d."""
         tokens = tokens.long()
         logits = torch.func.functional_call(self.model, params, (tokens[:, :-1],))
-        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def muon_labels(size: Size) -> dict[str, Any]:
@@ -371,15 +398,16 @@ def table(results: Mapping[str, Mapping[str, float | None]]) -> str:
     return "\n".join(f"{row:40}" + "".join(f"{x!s:>10}" for x in rows[row]) for row in rows)
 
 
-def compare_methods(size: Size, corpus: Corpus, out: Path) -> None:
-    """Train with every method from the same starts, on the same batches."""
+def compare_variants(size: Size, corpus: Corpus, out: Path, what: str) -> None:
+    """Train with every variant from the same starts, on the same batches."""
     (setting,) = [setting for setting in BEST if setting.optimizer == "muon"]
+    title, variants = VARIANTS[what]
     curves: dict[str, list[dict[int, float]]] = {}
-    print(f"{'final validation loss':24}{'mean':>8}{'lowest':>8}{'highest':>8}")
-    for name, method in METHODS.items():
-        trainer = Trainer(size, fmuon.muon(labels=muon_labels(size), orthogonalize=method))
+    print(f"{'final validation loss':24}{'mean':>8}{'lowest':>8}{'highest':>8}{'- first':>9}")
+    for name, (options, dtype) in variants.items():
+        trainer = Trainer(size, fmuon.muon(labels=muon_labels(size), **options), dtype)
         curves[name] = []
-        for seed in METHOD_SEEDS:
+        for seed in VARIANT_SEEDS:
             run = trainer.start(seed)
             training = draw_batches(corpus.training, size.steps, size, seed)
             validation = draw_batches(corpus.validation, size.validation_batches, size, seed)
@@ -389,24 +417,30 @@ def compare_methods(size: Size, corpus: Corpus, out: Path) -> None:
                     run.validation_loss[run.step] = trainer.validate(run, validation)
             curves[name].append(run.validation_loss)
         final = [list(losses.values())[-1] for losses in curves[name]]
-        numbers = (statistics.fmean(final), min(final), max(final))
-        print(f"{name:24}" + "".join(f"{number:8.4f}" for number in numbers), flush=True)
+        first = [list(losses.values())[-1] for losses in next(iter(curves.values()))]
+        mean = statistics.fmean(final)
+        off = mean - statistics.fmean(first)
+        numbers = f"{mean:8.4f}{min(final):8.4f}{max(final):8.4f}{off:+9.4f}"
+        print(f"{name:24}{numbers}", flush=True)
     write(
-        out / "methods.json",
+        out / f"{what}.json",
         corpus,
-        seeds=METHOD_SEEDS,
+        seeds=VARIANT_SEEDS,
         size=asdict(size),
         setting=setting._asdict(),
-        methods={name: str(method) for name, method in METHODS.items()},
+        variants={
+            name: {option: str(value) for option, value in options.items()} | {"dtype": str(dtype)}
+            for name, (options, dtype) in variants.items()
+        },
         validation_loss=curves,
     )
-    draw_methods(out / "methods.png", corpus, curves)
+    draw_variants(out / f"{what}.png", corpus, title, curves)
 
 
-def draw_methods(
-    path: Path, corpus: Corpus, curves: Mapping[str, Sequence[Mapping[int, float]]]
+def draw_variants(
+    path: Path, corpus: Corpus, title: str, curves: Mapping[str, Sequence[Mapping[int, float]]]
 ) -> None:
-    """Mean validation loss of every method over the seeds, and how far it is from the first's."""
+    """Mean validation loss of every variant over the seeds, and how far it is from the first's."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     losses, differences = figure.subplots(1, 2)
     first = next(iter(curves.values()))
@@ -425,7 +459,7 @@ def draw_methods(
     losses.legend()
     for axes in (losses, differences):
         axes.grid(alpha=0.3)
-    figure.suptitle(f"A byte-level GPT on {corpus.name}, by method of orthogonalisation")
+    figure.suptitle(f"A byte-level GPT on {corpus.name}, {title}")
     figure.savefig(path, dpi=150)
 
 
@@ -542,7 +576,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="checkpoint to go on from")
     parser.add_argument("--sweep", action="store_true", help="try many settings of both")
-    parser.add_argument("--methods", action="store_true", help="every orthogonalisation")
+    for what, (title, _) in VARIANTS.items():
+        parser.add_argument(f"--{what}", action="store_true", help=f"Muon {title}")
     parser.add_argument("--smoke", action="store_true", help="a tiny model and a few steps")
     arguments = parser.parse_args()
     # Otherwise the gradient of an embedding is summed in the order in which threads finish.
@@ -555,8 +590,9 @@ def main() -> None:
     size = SMOKE if arguments.smoke else Size()
     if arguments.sweep:
         sweep(size, corpus, arguments.out)
-    elif arguments.methods:
-        compare_methods(size, corpus, arguments.out)
+    elif asked := [what for what in VARIANTS if getattr(arguments, what)]:
+        for what in asked:
+            compare_variants(size, corpus, arguments.out, what)
     else:
         compare(size, corpus, arguments.out, arguments.resume)
 

@@ -128,7 +128,7 @@ def scale_shape(path: str, shape: tuple[int, ...], parts: Mapping[int, int]) -> 
         return (*shape[:-1], parts[len(shape) - 1] * -(-length // BLOCK))
     stop = whole[-1] + 1
     start = whole[-1]
-    while start - 1 in whole[1:] and prod(shape[start:stop]) < BLOCK:
+    while start - 1 in {*whole} - {0} and prod(shape[start:stop]) < BLOCK:
         start -= 1
     blocks = -(-prod(shape[start:stop]) // BLOCK)
     return (*shape[:start], blocks, *[1] * (stop - start - 1), *shape[stop:])
