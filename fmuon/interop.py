@@ -164,6 +164,8 @@ def _tensor(count: int) -> Tensor:
 _ADAM = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 _MUON = {"momentum": "momentum_buffer"}
 _NORMUON = _MUON | {"second_moment": "second_momentum_buffer"}
+# Mantissas are in one dict of the state, whichever kind their leaves are of.
+_OURS = _NORMUON | {"momentum_scale": "momentum_buffer_scale", "mantissa": "mantissa"}
 
 FORMATS: dict[str, Format] = {
     "torch": Format(
@@ -196,7 +198,7 @@ FORMATS: dict[str, Format] = {
     ),
     "fmuon": Format(
         source="fmuon.FMuon",
-        matrices=Kind(_NORMUON, count="step", make_count=_tensor),
+        matrices=Kind(_OURS, count="step", make_count=_tensor),
         others=Kind(_ADAM, count="step", make_count=_tensor),
     ),
 }

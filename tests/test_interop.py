@@ -125,6 +125,23 @@ def test_from_the_pure_functions_to_fmuon_and_back():
 # ---- every format --------------------------------------------------------------------------------
 
 
+def test_codes_and_mantissas_go_from_the_pure_functions_to_fmuon_and_back():
+    options = {"momentum_dtype": "fp8", "master": "mantissa", "lr": 1e-3}
+    opt = fmuon.muon(**options, labels={"re:" + "|".join(MATRICES): "muon"})
+    params = {k: p.bfloat16() for k, p in weights().items()}
+    params, state = trained(opt, params, opt.init(params), range(3))
+    module = torch.nn.ParameterDict({k: torch.nn.Parameter(p) for k, p in params.items()})
+    shim = fmuon.FMuon(module, **options, labels={"re:" + "|".join(MATRICES): "muon"})
+    written = interop.write(state, 3, shim.state_dict(), format="fmuon")
+    shim.load_state_dict(written)
+    assert shim.state[module["bias"]].keys() == {"exp_avg", "exp_avg_sq", "mantissa", "step"}
+    again, step = interop.read(shim.state_dict(), opt, params, format="fmuon")
+    assert step == 3
+    assert_close(again, state, rtol=0, atol=0)
+    with pytest.raises(fmuon.StateError, match="has no place for 'momentum_scale'"):
+        interop.write(state, 3, format="optax")
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_written_is_read_again(format):
     params, opt = weights(), fmuon.muon(0.01)

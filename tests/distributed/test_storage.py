@@ -42,7 +42,7 @@ def start(kind):
     return params, grads
 
 
-def five_steps(rank, world, layout, kind):
+def five_steps(rank, world, layout, kind, compiled=False):
     """Parts of weights and momentum, and of float32 what mantissas make of the weights."""
     plain, given = start(kind)
     where = {path: where_of(layout, world, path, t.shape) for path, t in plain.items()}
@@ -51,13 +51,15 @@ def five_steps(rank, world, layout, kind):
     state = opt.init(params)
     own = {path: p.clone() for path, p in params.items()}
     own_state = opt.init(own)
+    update = fmuon.compile(opt.update, backend="aot_eager") if compiled else opt.update
     for step, tensors in enumerate(given):
         grads = {path: put(t, where[path]) for path, t in tensors.items()}
-        updates, state = opt.update(grads, state, step, params)
+        with torch.compiler.set_stance("fail_on_recompile" if compiled and step else "default"):
+            updates, state = update(grads, state, step, params)
         params = fmuon.apply_updates(params, updates)
         fmuon.update_(opt, own, grads, own_state, step)
     for path, p in params.items():
-        assert torch.equal(local(p), local(own[path])), path
+        assert torch.equal(local(p), local(own[path])) or compiled, path
     return values(params, state, kind)
 
 
@@ -107,6 +109,16 @@ def test_every_layout_does_what_one_process_does(layout, world, kind):
             bound = {"int8": 0.02, "fp8": 0.06}.get(kind, 2e-2 if what == "full" else 2e-6)
             bound = 1e-3 if kind in ("int8", "fp8") and layout in SAME_BLOCKS else bound
             assert (whole - expected).norm() <= bound * expected.norm(), (what, path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_update_of_shards_is_one_graph_and_does_the_same(kind):
+    compiled = ranks.run(five_steps, 2, "shard 0", kind, True, timeout=120.0)
+    eager = ranks.run(five_steps, 2, "shard 0", kind)
+    for one, other in zip(compiled, eager, strict=True):
+        for key, (_, tensor) in one.items():
+            off = (tensor - other[key][1]).norm()
+            assert off <= 1e-3 * other[key][1].norm(), key
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
