@@ -57,17 +57,18 @@ def test_the_smoke_run_trains_saves_and_resumes(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_method_of_orthogonalisation_trains(tmp_path):
-    command = [sys.executable, EXAMPLES / "train_gpt.py", "--smoke", "--methods"]
+@pytest.mark.parametrize("what", ["methods", "storage"])
+def test_every_variant_trains(tmp_path, what):
+    command = [sys.executable, EXAMPLES / "train_gpt.py", "--smoke", f"--{what}"]
     run = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-    curves = json.loads((tmp_path / "out" / "methods.json").read_text())["validation_loss"]
+    curves = json.loads((tmp_path / "out" / f"{what}.json").read_text())["validation_loss"]
     for name, seeds in curves.items():
         assert len(seeds) == 3
         for losses in seeds:
             first, *_, last = losses.values()
             assert last < first
-        assert re.search(rf"^{name} +\d", run.stdout, re.MULTILINE)
-    assert (tmp_path / "out" / "methods.png").stat().st_size > 10_000
+        assert re.search(rf"^{re.escape(name)} +\d", run.stdout, re.MULTILINE)
+    assert (tmp_path / "out" / f"{what}.png").stat().st_size > 10_000
 
 
 def test_01_both_optimizers_train_in_the_same_loop(tmp_path):

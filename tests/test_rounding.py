@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import refusal
 from torch import nn
@@ -114,11 +114,14 @@ def test_a_float32_is_its_nearest_bfloat16_and_a_mantissa(patterns):
 
 
 @given(st.integers(-(2**15), 2**15 - 1), st.integers(0, 2**16 - 1))
+@example(0, 0xFFFF)
+@example(-(2**15), 0x8000)
 def test_a_weight_that_was_changed_moves_half_a_unit_at_most(pattern, rest):
     weight = torch.tensor([pattern], dtype=torch.int16).view(torch.bfloat16)
     mantissa = torch.tensor([[rest & 255, rest >> 8]], dtype=torch.uint8)
     full = joined(weight, mantissa)
     if weight.isfinite():
+        assert full.isfinite()
         nearest, same = split(full)
         assert nearest == weight.float() or not nearest.isfinite()
         assert nearest == 0 or not nearest.isfinite() or torch.equal(same, mantissa)

@@ -33,24 +33,31 @@ def train(model, optimizer, seeds):
         optimizer.step()
 
 
-def make(model, lr=0.01):
-    return fmuon.FMuon(model, lr=lr, weight_decay=0.1, auxiliary=(optim.AdamW8bit, {}))
+def make(model, lr=0.01, kind="AdamW8bit"):
+    return fmuon.FMuon(model, lr=lr, weight_decay=0.1, auxiliary=(getattr(optim, kind), {}))
 
 
-def test_resumed_equals_uninterrupted_and_the_state_is_low_bit():
+@pytest.mark.parametrize(
+    ("kind", "state", "codes"),
+    [
+        ("AdamW8bit", "OptimState8bit", torch.uint8),
+        ("AdamWFp8", "OptimStateFp8", torch.float8_e4m3fn),
+    ],
+)
+def test_resumed_equals_uninterrupted_and_the_state_is_low_bit(kind, state, codes):
     model = Model()
-    optimizer = make(model)
+    optimizer = make(model, kind=kind)
     train(model, optimizer, range(2))
     moments = optimizer.state[model.embed.weight]
-    assert type(moments["exp_avg"]).__name__ == "OptimState8bit"
-    assert moments["exp_avg"].codes.dtype == torch.uint8
+    assert type(moments["exp_avg"]).__name__ == state
+    assert moments["exp_avg"].codes.dtype == codes
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), file)
     file.seek(0)
     weights, saved = torch.load(file, weights_only=True)
     resumed = Model()
     resumed.load_state_dict(weights)
-    again = make(resumed)
+    again = make(resumed, kind=kind)
     again.load_state_dict(saved)
     scheduled = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, again)]
     for seed in (2, 3):
