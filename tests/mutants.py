@@ -91,6 +91,10 @@ MUTANTS = [
     Mutant("metrics", "/ math.sqrt(side)", "/ side", "test_metrics.py::test_each_is_what_it_says_of_the_update"),
     Mutant("foreign", "own |= share.values", "pass", "test_foreign.py::test_its_own_learning_rate_becomes_a_ratio_that_schedulers_keep"),
     Mutant("optimizer", "return [{**group, \"param_names\": list(group[\"params\"])} for group in saved]", "return list(saved)", "test_optimizer.py::test_a_distributed_checkpoint_in_another_order_never_swaps_buffers"),
+    Mutant("attention", "torch.where((largest > tau) & largest.isfinite(), largest, tau)", "torch.where(largest > tau, largest, tau)", "test_attention.py::test_a_head_whose_logit_is_not_finite_stays_and_the_others_are_clipped"),
+    Mutant("attention", "\"rotary_query\": gamma}", "\"rotary_query\": gamma.sqrt()}", "test_attention.py::test_latent_attention_leaves_the_shared_rotary_key_alone"),
+    Mutant("attention", "rows = rows[slice(*plan.own)]", "rows = rows[: plan.own[1] - plan.own[0]]", "distributed/test_heads.py"),
+    Mutant("attention", "dtype = torch.promote_types(own.dtype, torch.float32)", "dtype = own.dtype", "test_attention.py::test_sixteen_bits_are_multiplied_in_float32_and_rounded_once"),
     Mutant("sharding", "len(major_first) if split.minor else 0", "0", "distributed/test_sharding.py"),
     Mutant("sharding", "size = -(-(stop - start) // self.mesh.shape[dim])", "size = (stop - start) // self.mesh.shape[dim]", "distributed/test_sharding.py"),
 ]  # fmt: skip
