@@ -523,7 +523,9 @@ def _strided(update: Tensor, like: Tensor | None) -> Tensor:
         # Of any strides, which a graph asks for all the same.
         return update.new_empty_strided(like.shape, like.stride())
     order, inverse = _memory_order(like)
-    return update.permute(order).contiguous().permute(inverse)
+    ordered = update.permute(order)
+    # What is contiguous may still have any strides on axes of length 1.
+    return ordered.reshape(-1).view(ordered.shape).permute(inverse)
 
 
 def _owned(new: Tensor, old: Tensor) -> Tensor:
@@ -535,7 +537,7 @@ def _owned(new: Tensor, old: Tensor) -> Tensor:
 
 
 def _memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:
-    order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
+    order = sorted(range(tensor.ndim), key=lambda a: (-tensor.stride(a), tensor.shape[a] == 1))
     return order, [order.index(axis) for axis in range(tensor.ndim)]
 
 
