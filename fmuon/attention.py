@@ -25,7 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fmuon.base import ConfigurationError, LeafError, Tree, constant_in_graphs, lookup, near_misses
+from fmuon.base import (
+    ConfigurationError,
+    LeafError,
+    Tree,
+    constant_in_graphs,
+    is_transformed,
+    lookup,
+    near_misses,
+)
 from fmuon.collectives import (
     SHARDINGS,
     is_sharded,
@@ -428,9 +436,9 @@ def _clipped(
     dtype = torch.promote_types(own.dtype, torch.float32)
     new = like((own.to(dtype) * rows.to(own.device, dtype)).to(own.dtype), leaf)
     # A graph can't return a tensor whose requires_grad was set inside it.
-    if differentiable or torch.compiler.is_compiling() or not leaf.requires_grad:
+    if differentiable or torch.compiler.is_compiling() or is_transformed():
         return new
-    return new.requires_grad_()
+    return new.requires_grad_(leaf.requires_grad)
 
 
 def _spread(run: _Run, factor: Tensor, length: int) -> Tensor:

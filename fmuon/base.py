@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 _Row = TypeVar("_Row")
@@ -179,6 +180,13 @@ def constant_in_graphs(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is at work: inside, `requires_grad` can't be set."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.maybe_current_level() is not None
 
 
 def near_misses(name: str, known: Iterable[str]) -> str:
