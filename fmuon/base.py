@@ -182,11 +182,11 @@ def constant_in_graphs(function: _Function) -> _Function:
     return function
 
 
+@constant_in_graphs
 def is_transformed() -> bool:
     """Whether a transform of torch.func is at work: inside, `requires_grad` can't be set."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._functorch.maybe_current_level() is not None
+    stack = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
+    return stack is not None
 
 
 def near_misses(name: str, known: Iterable[str]) -> str:
