@@ -2,9 +2,9 @@
 """An update is a function, so what comes before and after it is ordinary code: no chain is needed.
 
     python examples/08_composition.py
-    python examples/08_composition.py --smoke    fewer steps
+    python examples/08_composition.py --smoke    fewer steps, no code written for the graph
 
-A byte is to be recalled from earlier in a sequence by one layer of attention. One compiled graph
+A symbol is to be recalled from earlier in a sequence by one layer of attention. One compiled graph
 holds all of a step: gradients of two halves of a batch, accumulated; clipping by their norm; Muon;
 a trust ratio on the updates; the new params; a clip of attention logits; an average of the params.
 Then eight members train as one by `vmap`, and a learning rate is learned through an update.
@@ -90,7 +90,7 @@ def averaged(average: Params, params: Params, decay: float = 0.9) -> Params:
 # ---- the three parts -----------------------------------------------------------------------------
 
 
-def train(steps: int) -> None:
+def train(steps: int, backend: str) -> None:
     """Everything in one graph."""
     opt = fmuon.muon(weight_decay=0.01, labels=LABELS)
 
@@ -104,7 +104,7 @@ def train(steps: int) -> None:
         params = fmuon.qk_clip(params, {"attn": peak}, TAU, layers=LAYERS)
         return params, averaged(average, params), state, loss, norm, peak
 
-    compiled = fmuon.compile(train_step, mode="default")
+    compiled = fmuon.compile(train_step, mode="default", backend=backend)
     params = average = make_params(torch.Generator().manual_seed(0))
     state = opt.init(params)
     clipped = 0
@@ -170,7 +170,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="fewer steps")
     arguments = parser.parse_args()
     steps = 60 if arguments.smoke else 300
-    train(steps)
+    # "aot_eager" traces the same graph, and writes no code for it.
+    train(steps, "aot_eager" if arguments.smoke else "inductor")
     train_ensemble(steps // 2)
     learn_a_rate(20)
 
