@@ -54,7 +54,7 @@ def each(cut=alone):
 
 
 def filters(w):
-    """[out, in, *kernel] -> out x (in * kernel); a view of contiguous and channels-last alike."""
+    """[out, in, *kernel] -> out x (in * kernel)"""
     return [_Flat(w, lambda t: t.reshape(len(t), -1))]
 
 
