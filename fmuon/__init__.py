@@ -25,6 +25,7 @@ floor | module | job
 2 | auxiliary | AdamW, NAdamW, Lion, SGD for everything that is not a matrix
 2 | partition | leaves -> labels, each with its reason and its matrix view
 2 | buckets | labelled leaves -> hashable plan of same-shape stacks; stack and unstack
+3 | attention | scale back the heads whose logits are too large, after an update
 3 | zolotarev | the nearest stack by a rational function of the Gram matrix
 4 | methods | the methods by name, and the choice of one by cost
 5 | planning | configuration and signature of a call -> who is updated with whom
@@ -40,6 +41,7 @@ floor | module | job
 """
 
 from fmuon import distributed, interop, presets
+from fmuon.attention import Attention, Heads, qk_clip
 from fmuon.auxiliary import adamw, lion, nadamw, sgd
 from fmuon.base import (
     ConfigurationError,
@@ -64,11 +66,13 @@ from fmuon.zolotarev import Zolotarev
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Attention",
     "Auto",
     "ConfigurationError",
     "FMuon",
     "FMuonError",
     "GramNewtonSchulz",
+    "Heads",
     "LeafError",
     "Matrix",
     "NewtonSchulz",
@@ -94,6 +98,7 @@ __all__ = [
     "nadamw",
     "parameter_lists",
     "presets",
+    "qk_clip",
     "sgd",
     "update",
     "update_",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 _Row = TypeVar("_Row")
@@ -179,6 +180,13 @@ def constant_in_graphs(function: _Function) -> _Function:
     """
     function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
     return function
+
+
+@constant_in_graphs
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is at work: inside, `requires_grad` can't be set."""
+    stack = torch._C._functorch.peek_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
+    return stack is not None
 
 
 def near_misses(name: str, known: Iterable[str]) -> str:

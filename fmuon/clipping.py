@@ -36,6 +36,13 @@ def clip_by_global_norm(tree: Tree, max_norm: float | Tensor) -> tuple[Tree, Ten
     Leaves are multiplied by min(1, max_norm / norm) [Pascanu et al. 2013, arXiv 1211.5063,
     algorithm 1]; smaller gradients come back with the same bits. Muon's step does not depend on the
     scale of a gradient, so clipping only changes how much a gradient weighs in the momentum.
+
+    There is no clipping of updates. Muon's have a fixed norm, lr * scale * |O|: a bound below that
+    would replace the learning rate, and by a factor that depends on the width of the layer.
+
+    Raises:
+        ConfigurationError: `max_norm` is a number that isn't positive.
+        LeafError: no leaf is a tensor.
     """
     if isinstance(max_norm, int | float) and not max_norm > 0:
         raise ConfigurationError(f"max_norm={max_norm}: must be positive")

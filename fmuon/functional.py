@@ -33,6 +33,7 @@ from fmuon.base import (
     StateError,
     Transformation,
     Tree,
+    is_transformed,
 )
 from fmuon.buckets import Bucket, MatrixLeaf, stack, unstack
 from fmuon.call import Call, Group, spread
@@ -585,7 +586,7 @@ def _owned(new: Tensor, old: Tensor) -> Tensor:
 
 
 def _memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:
-    order = sorted(range(tensor.ndim), key=lambda axis: -tensor.stride(axis))
+    order = sorted(range(tensor.ndim), key=lambda a: (-tensor.stride(a), tensor.shape[a] == 1))
     return order, [order.index(axis) for axis in range(tensor.ndim)]
 
 
@@ -859,6 +860,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
     16-bit params are added in float32 and rounded once. Unless an update carries an autograd graph
     the new leaves are detached, and outside torch.compile their `requires_grad` is that of the old.
+    Inside `torch.func` transforms nothing is detached.
     """
     leaves, structure = flatten(params)
     changes, _ = flatten(updates, "updates")
@@ -874,7 +876,8 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 def _apply(param: Tensor | None, change: Tensor | None) -> Tensor | None:
     if param is None or change is None:
         return param
-    if change.requires_grad:
+    # What a transform of torch.func records ends with it.
+    if change.requires_grad or is_transformed():
         return (param + change).to(param.dtype)
     new = param.detach()
     if local(param).numel():

@@ -215,6 +215,21 @@ def test_07_the_metrics_are_written_for_tensorboard(metrics_run):
         assert written.count(tag) >= 40
 
 
+def test_08_what_comes_before_and_after_an_update_composes(tmp_path):
+    printed, _ = smoke("08_composition", tmp_path)
+    first, last = re.findall(r"step +\d+  loss ([\d.]+)  gradient [\d.]+  logits [\d.]+", printed)
+    assert float(last) < float(first) - 1
+    clipped, own, average = numbers(
+        r"clipped (\d+) times; held out: last (.+), averaged (.+)", printed
+    )
+    assert clipped > 0 and own < float(first) - 1 and average < float(first) - 1
+    (members,) = re.findall("ensemble: (.*)", printed)
+    losses = [float(loss) for loss in members.split()]
+    assert len(set(losses)) == 8 and max(losses) < 2.0
+    rate, before, after = numbers(r"rate: 0.0010 -> ([\d.]+), .*: ([\d.]+) -> ([\d.]+)", printed)
+    assert rate > 0.002 and after < before - 0.05
+
+
 def torchrun(processes, *arguments, folder):
     """What an example prints when that many processes run it."""
     command = [

@@ -141,6 +141,21 @@ def test_one_by_one_trajectory():
         assert seen == pytest.approx(expected, abs=2e-6)
 
 
+@pytest.mark.parametrize("lr", [1e-3, 1e3])
+def test_no_update_is_clipped(lr):
+    """However large: |dW| = lr scale |O|."""
+    params = {"w": torch.zeros(24, 16, dtype=torch.float64), "v": torch.zeros(5)}
+    grads = {k: torch.randn_like(p) for k, p in params.items()}
+    opt = fmuon.muon(lr, labels={"v": "auxiliary"})
+    updates, _ = opt.update(grads, opt.init(params), 0, params)
+    new = fmuon.apply_updates(params, updates)
+    factor = references.newton_schulz(grads["w"])
+    size = lr * references.SCALES["match_rms_adamw"](24, 16) * factor.norm()
+    assert_close(new["w"].norm(), size, rtol=1e-6, atol=0)
+    # Adam's first step.
+    assert_close(new["v"], -lr * grads["v"].sign(), rtol=1e-5, atol=0)
+
+
 def test_the_default_update_has_the_rms_of_adamw():
     params = {"w": torch.randn(64, 256)}
     updates, _ = fmuon.update(params, fmuon.init(params), 0, lr=1.0)
@@ -550,37 +565,87 @@ def test_named_rules_take_the_leaves_labelled_with_them():
 # ---- torch.func ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
-def test_vmap_of_an_update_is_the_loop(rule):
-    opt = fmuon.muon(0.1, auxiliary=rule, weight_decay=0.1, orthogonalize=EXACT)
-    models = [
-        {"w": torch.randn(6, 4), "t": torch.randn(4, 6), "b": torch.randn(4)} for _ in range(3)
-    ]
-    grads = [{k: torch.randn_like(p) for k, p in model.items()} for model in models]
-    states = [opt.init(model) for model in models]
-    loop = [opt.update(g, s, 0, m) for g, s, m in zip(grads, states, models, strict=True)]
+def stacked(trees):
+    return torch.utils._pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
 
-    def stacked(trees):
-        return torch.utils._pytree.tree_map(lambda *leaves: torch.stack(leaves), *trees)
 
-    result = torch.func.vmap(lambda g, s, m: opt.update(g, s, 0, m))(
-        stacked(grads), stacked(states), stacked(models)
-    )
-    assert_close(result, stacked(loop))
+# What a state may hold, beside the momentum.
+ENSEMBLES = {
+    **{str(rule): {"auxiliary": rule} for rule in RULES},
+    "rules by name": {
+        "auxiliary": {"a": fmuon.adamw(), "b": fmuon.lion()},
+        "labels": {"v": "b", "x": fmuon.Matrix(1, 2)},
+    },
+    "second moment": {"second_moment": "normuon"},
+    "metrics": {"metrics": ("update_rms", "update_ratio", "orthogonality", "lr", "skipped_steps")},
+    "non-finite": {"nonfinite": "skip", "metrics": ("skipped_steps",)},
+    "adaptive, cautious": {"adaptive": True, "decay": "cautious"},
+    "low": {"momentum_dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("kind", ENSEMBLES)
+def test_an_ensemble_trained_by_vmap_is_the_loop_over_its_members(kind):
+    options = {"labels": {"x": fmuon.Matrix(1, 2)}, **ENSEMBLES[kind]}
+    opt = fmuon.muon(0.1, weight_decay=0.1, orthogonalize=EXACT, **options)
+    shapes = {"w": (6, 4), "t": (4, 6), "x": (2, 4, 6), "b": (4,), "v": (4,)}
+
+    def draw():
+        return {k: torch.randn(shape) for k, shape in shapes.items()}
+
+    def member(params, grads, state, step):
+        updates, state = opt.update(grads, state, step, params)
+        return fmuon.apply_updates(params, updates), state
+
+    members = [draw() for _ in range(3)]
+    params, states = stacked(members), [opt.init(model) for model in members]
+    state = torch.func.vmap(opt.init)(params)
+    assert_same_bits(state, stacked(states))
+    together = torch.func.vmap(member, in_dims=(0, 0, 0, None))
+    for step in range(3):
+        grads = [draw() for _ in members]
+        if kind == "non-finite":
+            # Each member skips a step of its own.
+            grads[step]["w"][0, 0] = float("nan")
+        params, state = together(params, stacked(grads), state, step)
+        loop = [member(*own, step) for own in zip(members, grads, states, strict=True)]
+        members, states = ([pair[i] for pair in loop] for i in (0, 1))
+        assert_close((params, state), stacked(loop), rtol=1e-4, atol=1e-5)
+    if kind == "non-finite":
+        assert state["metrics"]["fmuon/skipped_steps"].tolist() == [1, 1, 1]
+
+
+def test_updates_are_applied_inside_a_transform_without_losing_its_gradient():
+    params = {"w": torch.randn(3, 4), "b": torch.randn(3, requires_grad=True)}
+    changes = {"w": torch.randn(3, 4), "b": torch.randn(3)}
+
+    def loss(params):
+        return sum(p.square().sum() for p in fmuon.apply_updates(params, changes).values())
+
+    for take in (torch.func.grad(loss), torch.compile(torch.func.grad(loss), backend="eager")):
+        slopes = take(params)
+        for k, p in params.items():
+            assert_close(slopes[k], 2 * (p + changes[k]))
 
 
 def test_a_differentiable_update_passes_gradcheck():
-    opt = fmuon.muon(differentiable=True, weight_decay=0.1)
+    """With respect to all that is continuous: params, gradients, the state, scalars."""
+    opt = fmuon.muon(differentiable=True)
     params = {"w": torch.randn(3, 4, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}
     _, state = opt.update(params, opt.init(params), 0, params)
 
-    def updated(lr, grad_w, grad_b):
-        updates, new = opt.update({"w": grad_w, "b": grad_b}, state, 1, params, lr=lr)
-        return updates["w"], updates["b"], new["momentum"]["w"]
+    def updated(lr, weight_decay, w, b, grad_w, grad_b, moment):
+        old = state | {"momentum": {"w": moment}}
+        own = {"w": w, "b": b}
+        updates, new = opt.update(
+            {"w": grad_w, "b": grad_b}, old, 1, own, lr=lr, weight_decay=weight_decay
+        )
+        return *fmuon.apply_updates(own, updates).values(), new["momentum"]["w"]
 
-    lr = torch.tensor(0.1, dtype=torch.float64, requires_grad=True)
-    grads = [torch.randn_like(p).requires_grad_() for p in params.values()]
-    assert torch.autograd.gradcheck(updated, (lr, *grads))
+    inputs = [torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.2, dtype=torch.float64)]
+    inputs += [*params.values(), *(torch.randn_like(p) for p in params.values())]
+    inputs += [state["momentum"]["w"]]
+    assert torch.autograd.gradcheck(updated, [t.clone().requires_grad_() for t in inputs])
 
 
 def test_the_learning_rate_can_be_learned_through_an_update():
