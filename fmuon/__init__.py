@@ -11,6 +11,7 @@ floor | module | job
 1 | scaling | matrix shape -> multiplier; no torch
 1 | tree | pytree <-> flat leaves with path names
 1 | scalars | numbers, schedules and per-leaf dicts -> tensors
+1 | decay | forms of weight decay
 1 | momentum | average, Nesterov look-ahead, bias correction
 1 | sharding | where the parts of a sharded leaf are, and who its owner is; integers only
 1 | symmetric | products whose result is symmetric
@@ -21,12 +22,13 @@ floor | module | job
 2 | clipping | global norm of gradients, clipping by it, are they finite
 2 | metrics | what an update did to each leaf, for a logger
 2 | orthogonalize | stack of matrices -> nearest semi-orthogonal stack
-2 | second_moment | even out how fast the rows of the factor move
 2 | auxiliary | AdamW, NAdamW, Lion, SGD for everything that is not a matrix
 2 | partition | leaves -> labels, each with its reason and its matrix view
 2 | buckets | labelled leaves -> hashable plan of same-shape stacks; stack and unstack
 3 | attention | scale back the heads whose logits are too large, after an update
+3 | balance | rows and columns of equal size, before and after
 3 | zolotarev | the nearest stack by a rational function of the Gram matrix
+4 | second_moment | even out how fast rows or entries of the factor move
 4 | methods | the methods by name, and the choice of one by cost
 5 | planning | configuration and signature of a call -> who is updated with whom
 6 | call | the leaves and scalars of one call
@@ -60,12 +62,13 @@ from fmuon.optimizer import FMuon, parameter_lists
 from fmuon.orthogonalize import GramNewtonSchulz, NewtonSchulz, PolarSVD
 from fmuon.partition import label
 from fmuon.rounding import Stochastic
-from fmuon.second_moment import NorMuon
+from fmuon.second_moment import AdaMuon, NorMuon
 from fmuon.zolotarev import Zolotarev
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AdaMuon",
     "Attention",
     "Auto",
     "ConfigurationError",

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fmuon.auxiliary import Rule, adamw
+from fmuon.balance import EQUILIBRATIONS, RENORMALIZATIONS
 from fmuon.base import (
     ConfigurationError,
     LeafError,
@@ -35,7 +36,7 @@ from fmuon.base import (
     Tree,
     is_transformed,
 )
-from fmuon.buckets import Bucket, MatrixLeaf, stack, unstack
+from fmuon.buckets import Bucket, MatrixLeaf, StackPlan, stack, unstack
 from fmuon.call import Call, Group, spread
 from fmuon.collectives import (
     arrived,
@@ -52,6 +53,7 @@ from fmuon.collectives import (
     to_parts,
     to_replicas,
 )
+from fmuon.decay import DECAYS
 from fmuon.lowbit import FORMATS, own_scale_shape, scale_shape
 from fmuon.methods import chosen, orthogonalizer
 from fmuon.metrics import METRICS
@@ -74,7 +76,7 @@ from fmuon.planning import (
 from fmuon.rounding import Stochastic, is_rounded, rounding_method, split
 from fmuon.scalars import Scalars
 from fmuon.scaling import ScaleRule, scale_rule
-from fmuon.second_moment import NorMuon, second_moment_method
+from fmuon.second_moment import SecondMoment, second_moment_method
 from fmuon.sharding import Exchange, Mesh, Sharding, Split
 from fmuon.surgery import entries, origins, resized
 from fmuon.tree import flatten
@@ -371,10 +373,10 @@ def _settled(moved: _Moved, group: Group, call: Call) -> _Moved:
     updates = moved.updates
     decay = call.decay(group)
     if decay is not None:
-        c = (-call.rate(group) * decay).to(group.dtype)
+        power, cautious = DECAYS[call.config.decay]
+        c = (-decay * call.rate(group) ** power).to(group.dtype)
         factors = c.unbind() if c.ndim else [c] * len(updates)
         triples = zip(updates, call.full_weights(group), factors, strict=True)
-        cautious = call.config.decay == "cautious"
         updates = [_decayed(u, w, c, cautious) for u, w, c in triples]
     updates = [call.moved(u, path) for u, path in zip(updates, group.paths, strict=True)]
     return moved._replace(updates=updates)
@@ -473,14 +475,22 @@ def _orthogonalized(bucket: Bucket, looks: list[Tensor], call: Call) -> _Moved:
     config, device = call.config, bucket.device
     stacks = stack(bucket, looks)
     orthogonal: list[Stack] = []
+    before, after = (
+        EQUILIBRATIONS.get(str(config.equilibrate)),
+        RENORMALIZATIONS.get(str(config.renormalize)),
+    )
     for spec, matrices in zip(bucket.stacks, stacks, strict=True):
         method = chosen(
             config.orthogonalize, spec.total, spec.short, spec.long, bucket.dtype, device
         )
         # In parts: a method may need several times the memory of what it is given.
-        parts = [method(part) for part in matrices.split(spec.chunk)]
+        balanced = matrices if before is None else before(matrices, _tall(spec))
+        parts = [method(part) for part in balanced.split(spec.chunk)]
         orthogonal.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     factors = orthogonal
+    if after is not None:
+        pairs = zip(bucket.stacks, orthogonal, strict=True)
+        factors = [after(factor, _tall(spec)) for spec, factor in pairs]
     slots: dict[str, dict[str, Tensor]] = {}
     if config.second_moment is not None:
         factors, moments = _evened(bucket, factors, call, config.second_moment)
@@ -498,7 +508,7 @@ def _orthogonalized(bucket: Bucket, looks: list[Tensor], call: Call) -> _Moved:
 
 
 def _evened(
-    bucket: Bucket, factors: list[Stack], call: Call, method: NorMuon
+    bucket: Bucket, factors: list[Stack], call: Call, method: SecondMoment
 ) -> tuple[list[Stack], list[Tensor]]:
     """The factors evened out by their second moments, and the new moments of the leaves."""
     old = [call.state["second_moment"][path] for path in bucket.paths]
@@ -506,8 +516,8 @@ def _evened(
     even: list[Stack] = []
     new: list[Stack] = []
     for spec, factor, moment in zip(bucket.stacks, factors, stack(bucket, full), strict=True):
-        tall = [piece.tall for piece in spec.pieces for _ in range(piece.count)]
-        evened, averaged = method(factor, moment, tall)
+        t = spread(call.count(spec.paths, bucket.device), factor)
+        evened, averaged = method(factor, moment, t, _tall(spec))
         even.append(evened)
         new.append(call.masked(averaged, spec.paths, moment))
     return even, [
@@ -515,6 +525,11 @@ def _evened(
         moment[tuple(slice(side) for side in v.shape)].clone(memory_format=torch.contiguous_format)
         for moment, v in zip(unstack(bucket, new), old, strict=True)
     ]
+
+
+def _tall(spec: StackPlan) -> list[bool]:
+    """Which matrices of a stack are stored transposed."""
+    return [piece.tall for piece in spec.pieces for _ in range(piece.count)]
 
 
 def _duals(bucket: Bucket, stacks: list[Stack], factors: list[Stack]) -> dict[str, Tensor]:
@@ -616,7 +631,9 @@ def muon(
     decay: str = "decoupled",
     orthogonalize: str | Orthogonalizer = NewtonSchulz(),
     adaptive: bool = False,
-    second_moment: str | NorMuon | None = None,
+    equilibrate: str | None = None,
+    renormalize: str | None = None,
+    second_moment: str | SecondMoment | None = None,
     scale: str | ScaleRule = "match_rms_adamw",
     momentum_dtype: torch.dtype | str | None = None,
     rounding: str | Stochastic | None = "nearest",
@@ -636,18 +653,30 @@ def muon(
 
     Args:
         lr: learning rate, shared by matrices and the other leaves (times the rule's `lr_scale`).
-        momentum: decay of the average of the gradients, in [0, 1).
+        momentum: decay of the average of the gradients, in [0, 1). The bias correction of a
+            schedule, such as `lambda step: 0.85 + 0.1 * (step / 300).clamp(max=1)`, is that of a
+            decay that always was what it is now.
         nesterov: act on the look-ahead of the average, not on the average.
         bias_correction: undo the average's start at zero, as Adam does.
         weight_decay: decoupled, not multiplied by the shape scale: -lr weight_decay W is added. A
             callable (path, tensor) -> number masks it leaf by leaf.
-        decay: "decoupled", or "cautious": only entries that the rest of the update doesn't push
-            away from zero decay [Chen et al. 2025, arXiv 2510.12402].
+        decay: a row of `fmuon.decay.DECAYS`: "decoupled"; "independent" of the learning rate,
+            which is then left out of the product; "squared", with lr^2. With "cautious",
+            "cautious_independent" and "cautious_squared" only entries decay that the rest of the
+            update doesn't push away from zero [Chen et al. 2025, arXiv 2510.12402, equation 3].
         orthogonalize: a method or its name in `fmuon.methods.METHODS`.
         adaptive: multiply the factor O of a leaf by <U, O>, the dual norm of what is
             orthogonalised, so that the update grows with the gradient
             [Bernstein and Newhouse 2024, arXiv 2409.20325, eq. 8].
-        second_moment: "normuon", or a `NorMuon`: even out the rows of O by their averaged squares.
+        equilibrate: what is done to a matrix before it is orthogonalised, a row of
+            `fmuon.balance.EQUILIBRATIONS`: "rows", "columns" or "rows_and_columns" get equal norms
+            [Chang et al. 2026, arXiv 2603.28254, section 3]; "sign" takes its signs.
+        renormalize: what is done to its factor O, a row of `fmuon.balance.RENORMALIZATIONS`:
+            "rows" or "columns" get the norm 1, or both, one after the other, in "rows_columns" and
+            "columns_rows" [Zhang et al. 2026, arXiv 2602.21545, section 3]; "frobenius" gives O
+            the norm of an exact factor, sqrt(min(m, n)).
+        second_moment: "normuon", or a `NorMuon`: even out the rows of O by their averaged squares;
+            "adamuon", or an `AdaMuon`: its entries.
         scale: name of a rule in `fmuon.scaling.SCALES`, or a callable (fan_out, fan_in) -> float.
             With the default one lr serves all leaves, and a lr tuned for AdamW carries over.
         momentum_dtype: in which the momentum of matrices is kept: a floating point dtype; None,
@@ -709,6 +738,8 @@ def muon(
         decay=decay,
         orthogonalize=orthogonalizer(orthogonalize),
         adaptive=adaptive,
+        equilibrate=equilibrate,
+        renormalize=renormalize,
         second_moment=second_moment_method(second_moment),
         scale=scale_rule(scale),
         momentum_dtype=momentum_dtype,

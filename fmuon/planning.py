@@ -7,7 +7,7 @@ check of an update is made here, before anything is computed or written.
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fmuon.auxiliary import Rule
+from fmuon.balance import EQUILIBRATIONS, RENORMALIZATIONS
 from fmuon.base import (
     ConfigurationError,
     LeafError,
@@ -28,6 +29,7 @@ from fmuon.base import (
 )
 from fmuon.buckets import Bucket, MatrixLeaf, plan, together
 from fmuon.collectives import SHARDINGS, is_sharded, sharding_number
+from fmuon.decay import DECAYS
 from fmuon.lowbit import FORMATS, check_installed, fits
 from fmuon.methods import flops_of
 from fmuon.metrics import METRICS, SKIPPED, metric_key
@@ -36,13 +38,21 @@ from fmuon.partition import Assignment, Label, Labels, Leaf, as_view, assign, ch
 from fmuon.rounding import Stochastic
 from fmuon.scalars import check_scalar, is_mask
 from fmuon.scaling import ScaleRule
-from fmuon.second_moment import NorMuon
+from fmuon.second_moment import SecondMoment
 from fmuon.sharding import Mesh, Sharding
 
 MISSING = ("skip", "zero", "error")
-DECAYS = ("decoupled", "cautious")
 NONFINITE = ("propagate", "skip")
 MASTERS = (None, "mantissa")
+# Options that are names.
+_CHOICES: dict[str, Collection[str | None]] = {
+    "missing": MISSING,
+    "nonfinite": NONFINITE,
+    "decay": DECAYS,
+    "master": MASTERS,
+    "equilibrate": (None, *EQUILIBRATIONS),
+    "renormalize": (None, *RENORMALIZATIONS),
+}
 # The dicts of a state that hold tensors of matrices.
 MOMENTUM = "momentum"
 SCALE = "momentum_scale"
@@ -64,7 +74,9 @@ class Configuration:
     decay: str
     orthogonalize: Orthogonalizer
     adaptive: bool
-    second_moment: NorMuon | None
+    equilibrate: str | None
+    renormalize: str | None
+    second_moment: SecondMoment | None
     scale: ScaleRule
     momentum_dtype: torch.dtype | str | None
     rounding: Stochastic | None
@@ -89,7 +101,7 @@ class Configuration:
             check_scalar(name, value)
         if not (self.labels is None or isinstance(self.labels, tuple) or callable(self.labels)):
             raise ConfigurationError(f"labels={self.labels!r}; give a dict, a callable, or None")
-        for name, known in (("missing", MISSING), ("nonfinite", NONFINITE), ("decay", DECAYS)):
+        for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, known))}"
@@ -121,8 +133,6 @@ class Configuration:
                 f"momentum_dtype={dtype!r}: give a floating point torch.dtype, None, or one of "
                 f"{', '.join(map(repr, FORMATS))}"
             )
-        if self.master not in MASTERS:
-            raise ConfigurationError(f"master={self.master!r}; known: None, 'mantissa'")
         if self.master is not None and self.rounding is not None:
             raise ConfigurationError(
                 f"rounding={self.rounding!r} beside master={self.master!r}, which keeps what "

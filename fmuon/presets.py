@@ -6,6 +6,7 @@ of `fmuon.muon`. `fmuon.presets.jordan(lr, **options)` is `muon` with the values
 `options` are arguments of the row, or options of `muon`, which replace what the row says.
 """
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from fmuon.functional import muon
 from fmuon.orthogonalize import NewtonSchulz
 from fmuon.partition import Label
 from fmuon.scalars import is_mask
-from fmuon.second_moment import NorMuon
+from fmuon.second_moment import AdaMuon, NorMuon
 
 Values: TypeAlias = dict[str, Any]
 """Keyword values of `fmuon.muon`."""
@@ -459,3 +460,116 @@ def normuon(
     return jordan.row(
         lr, weight_decay, momentum, adam_lr, adam_betas, adam_eps, adam_weight_decay
     ) | {"second_moment": NorMuon(beta2, axis), "labels": _stack_view}
+
+
+# ---- variants ------------------------------------------------------------------------------------
+
+
+@_preset("github.com/Chongjie-Si/AdaMuon 3b84e03, adamuon.py")
+def adamuon(
+    lr: Scalar = 0.02,
+    weight_decay: float = 0.01,
+    momentum: float = 0.95,
+    nesterov: bool = True,
+    ns_steps: int = 5,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    sign: bool = False,
+) -> Values:
+    """The authors' code, for matrices of two axes; with `sign` the algorithm of the paper.
+
+    That one orthogonalises the signs of the momentum.
+    """
+    return {
+        "lr": lr,
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "bias_correction": False,
+        "weight_decay": weight_decay,
+        "orthogonalize": NewtonSchulz(
+            "jordan", steps=ns_steps, dtype="bfloat16", eps=1e-7, norm="add"
+        ),
+        "equilibrate": "sign" if sign else None,
+        "second_moment": AdaMuon(beta2, eps),
+        "scale": "match_rms_adamw",
+    }
+
+
+@_preset("arXiv 2603.28254, section 3 (MuonEq)")
+def muon_eq(
+    lr: Scalar = 1e-3,
+    weight_decay: float = 0.1,
+    momentum: Scalar = 0.95,
+    nesterov: bool = True,
+    form: str = "R",
+) -> Values:
+    """`form` is R, C or RC: what gets equal norms before the orthogonalisation."""
+    forms = {"R": "rows", "C": "columns", "RC": "rows_and_columns"}
+    return {
+        "lr": lr,
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "bias_correction": False,
+        "weight_decay": weight_decay,
+        "equilibrate": lookup(forms, form, "form"),
+        "scale": "match_rms_adamw",
+    }
+
+
+@_preset("arXiv 2602.21545, section 3 (Muon+)")
+def muon_plus(
+    lr: Scalar = 0.04,
+    weight_decay: float = 0.05,
+    momentum: Scalar = 0.95,
+    nesterov: bool = True,
+    norm_mode: str = "row_col",
+) -> Values:
+    """`norm_mode` is row, col, row_col or col_row: what gets norms of 1 then, in that order."""
+    modes = {
+        "row": "rows",
+        "col": "columns",
+        "row_col": "rows_columns",
+        "col_row": "columns_rows",
+    }
+    return {
+        "lr": lr,
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "bias_correction": False,
+        "weight_decay": weight_decay,
+        "renormalize": lookup(modes, norm_mode, "norm_mode"),
+        "scale": "match_rms_adamw",
+    }
+
+
+@_preset("github.com/karpathy/nanochat 0e4b3fa, MuonAdamW")
+def nanochat(
+    lr: Scalar = 0.02,
+    weight_decay: Scalar = 0.0,
+    momentum: Scalar = 0.95,
+    beta2: float = 0.95,
+    adam_lr: float = 1e-3,
+    adam_betas: tuple[float, float] = (0.8, 0.95),
+    adam_eps: float = 1e-10,
+    adam_weight_decay: float = 0.0,
+) -> Values:
+    """Rows made equal, Polar Express, the norm of an exact factor, NorMuon, cautious decay.
+
+    Leaves of more axes are stacks of matrices. The schedules of rate, decay and momentum are the
+    caller's: `momentum=lambda step: 0.85 + 0.1 * (step / 300).clamp(max=1)`.
+    """
+    express = dataclasses.replace(COEFFICIENTS["polar_express_nanogpt"], norm_safety=1.01)
+    return {
+        "lr": lr,
+        "momentum": momentum,
+        "bias_correction": False,
+        "weight_decay": weight_decay,
+        "decay": "cautious",
+        "equilibrate": "rows",
+        "orthogonalize": NewtonSchulz(express, dtype="bfloat16"),
+        "renormalize": "frobenius",
+        "second_moment": NorMuon(beta2, axis="long"),
+        "scale": "original",
+        "auxiliary": adamw(adam_betas, eps=adam_eps, lr=adam_lr, weight_decay=adam_weight_decay),
+        "labels": _stack_view,
+    }

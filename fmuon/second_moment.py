@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Second moments of the orthogonal factor, which even out how fast its rows or columns move.
+"""Second moments of the orthogonal factor, which even out how fast its rows or entries move.
 
 A method is a frozen description, a row of `SECOND_MOMENTS`. It acts on the stacks of wide matrices
 after `orthogonalize` and before the shape scale. What it keeps of a leaf has the shape of the leaf,
 but 1 for the axes that are averaged.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fmuon.balance import reduced
 from fmuon.base import ConfigurationError, LeafError, Stack, View, lookup
-from fmuon.momentum import root
+from fmuon.momentum import debias, root
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,11 @@ class NorMuon:
     norm: str = "add"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1:
-            raise ConfigurationError(f"NorMuon: beta={self.beta} must be in [0, 1)")
+        _check(self)
         if self.axis not in ("rows", "long"):
             raise ConfigurationError(f"NorMuon: axis={self.axis!r}; known: 'rows', 'long'")
         if self.norm not in ("add", "clamp"):
             raise ConfigurationError(f"NorMuon: norm={self.norm!r}; known: 'add', 'clamp'")
-        if not self.eps >= 0:
-            raise ConfigurationError(f"NorMuon: eps={self.eps} must not be negative")
 
     def shape(self, path: str, view: View) -> tuple[int, ...]:
         """The shape of what is kept of a leaf; raises `LeafError` where blocks are in the way."""
@@ -62,43 +61,92 @@ class NorMuon:
         averaged = view.row_axes if over_rows else view.column_axes
         return tuple(1 if axis in averaged else side for axis, side in enumerate(view.shape))
 
-    def __call__(self, factor: Stack, moment: Stack, tall: Sequence[bool]) -> tuple[Stack, Stack]:
+    def __call__(
+        self,
+        factor: Stack,
+        moment: Stack,
+        t: Tensor,  # noqa: ARG002
+        tall: Sequence[bool],
+    ) -> tuple[Stack, Stack]:
         """(O, v) -> (new O, v'), with v broadcast to the shape of O.
 
-        `tall` says which matrices are stored transposed.
+        `t`, [k, 1, 1] or 0-d, counts the updates of each matrix, this one included; `tall` says
+        which are stored transposed.
         """
         short, long = factor.shape[-2:]
-        moment = torch.lerp(moment, self._mean(factor * factor, short < long, tall), 1 - self.beta)
+        over_short = [short < long] * len(tall) if self.axis == "long" else tall
+        mean = reduced(_mean, factor * factor, over_short).expand_as(factor)
+        moment = torch.lerp(moment, mean, 1 - self.beta)
         even = factor / (root(moment) + self.eps)
         size = _norm(even)
         size = size + self.eps if self.norm == "add" else size.clamp(min=self.eps)
         return even * (_norm(factor) / size), moment
 
-    def _mean(self, square: Stack, oblong: bool, tall: Sequence[bool]) -> Tensor:
-        over_short, over_long = (square.mean(axis, keepdim=True) for axis in (-2, -1))
-        flags = [oblong] * len(tall) if self.axis == "long" else tall
-        if all(flags) or not any(flags):
-            mean = over_short if flags[0] else over_long
-        else:
-            chosen = torch.tensor(flags, device=square.device).reshape(-1, 1, 1)
-            mean = torch.where(chosen, over_short, over_long)
-        return mean.expand_as(square)
+
+@dataclass(frozen=True)
+class AdaMuon:
+    """The factor O divided, entry by entry, by its root mean square over time.
+
+    With v' = b v + (1 - b) O^2 and P = O / (sqrt(v' / (1 - b^t)) + eps), the factor becomes
+    sqrt(min(m, n)) P / (|P| + eps). [Si et al. 2025, arXiv 2507.11005, algorithm 1, with the bias
+    correction of the authors' code]
+
+    Args:
+        beta: decay b of the average.
+        eps: guards the two divisions.
+    """
+
+    beta: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def shape(self, path: str, view: View) -> tuple[int, ...]:  # noqa: ARG002
+        """The shape of what is kept of a leaf: its own."""
+        return view.shape
+
+    def __call__(
+        self,
+        factor: Stack,
+        moment: Stack,
+        t: Tensor,
+        tall: Sequence[bool],  # noqa: ARG002
+    ) -> tuple[Stack, Stack]:
+        """(O, v) -> (new O, v'), as for `NorMuon`."""
+        moment = torch.lerp(moment, factor * factor, 1 - self.beta)
+        correction = debias(torch.full_like(t, self.beta), t).to(factor.dtype)
+        even = factor / (root(moment / correction) + self.eps)
+        return even * (math.sqrt(factor.shape[-2]) / (_norm(even) + self.eps)), moment
+
+
+SecondMoment: TypeAlias = NorMuon | AdaMuon
+SECOND_MOMENTS: dict[str, Callable[[], SecondMoment]] = {"normuon": NorMuon, "adamuon": AdaMuon}
+
+
+def _check(method: SecondMoment) -> None:
+    name = type(method).__name__
+    if not 0 <= method.beta < 1:
+        raise ConfigurationError(f"{name}: beta={method.beta} must be in [0, 1)")
+    if not method.eps >= 0:
+        raise ConfigurationError(f"{name}: eps={method.eps} must not be negative")
+
+
+def _mean(x: Stack, axis: int) -> Tensor:
+    return x.mean(axis, keepdim=True)
 
 
 def _norm(x: Stack) -> Tensor:
     return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
 
 
-SECOND_MOMENTS: dict[str, Callable[[], NorMuon]] = {"normuon": NorMuon}
-
-
-def second_moment_method(method: Any) -> NorMuon | None:
+def second_moment_method(method: Any) -> SecondMoment | None:
     """The method of that name with its defaults; a method or None passes through."""
     if isinstance(method, str):
         return lookup(SECOND_MOMENTS, method, "second_moment")()
-    if method is None or isinstance(method, NorMuon):
+    if method is None or isinstance(method, SecondMoment):
         return method
     raise ConfigurationError(
-        f"second_moment={method!r}; known: None, a fmuon.NorMuon, "
+        f"second_moment={method!r}; known: None, a fmuon.NorMuon or fmuon.AdaMuon, "
         f"{', '.join(map(repr, SECOND_MOMENTS))}"
     )

@@ -60,7 +60,7 @@ MUTANTS = [
     Mutant("auxiliary", "eps, nesterov=True)", "eps)", "test_functional.py::test_nadamw_and_lion_follow_the_formulas"),
     Mutant("auxiliary", "slots[\"mu\"], grad, betas[1])", "slots[\"mu\"], grad, betas[0])", "test_functional.py::test_nadamw_and_lion_follow_the_formulas"),
     # The step: decay, counts, masks, purity.
-    Mutant("functional", "c = (-call.rate(group) * decay)", "c = (-decay)", FORMULA),
+    Mutant("functional", "c = (-decay * call.rate(group) ** power)", "c = (-decay)", FORMULA),
     Mutant("functional", "new[\"missed\"][path] = state[\"missed\"][path] + 1", "pass", "test_functional.py::test_a_leaf_skipped_a_thousand_times_starts_like_a_fresh_one"),
     Mutant("call", "self.masked(new, paths, old).unbind()", "new.unbind()", "test_functional.py::test_present_false_is_none_and_true_is_plain"),
     Mutant("functional", "new.permute(order).clone(memory_format=torch.contiguous_format)", "new.permute(order).contiguous()", "test_functional.py::test_every_leaf_of_the_state_owns_its_memory"),

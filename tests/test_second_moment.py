@@ -135,8 +135,10 @@ def test_errors():
 NorMuon: beta=1.0 must be in [0, 1)
 NorMuon: axis='columns'; known: 'rows', 'long'
 NorMuon: eps=-1.0 must not be negative
-unknown second_moment 'adam'; known: 'normuon'
-second_moment=0.95; known: None, a fmuon.NorMuon, 'normuon'
+unknown second_moment 'adam'; known: 'normuon', 'adamuon'; did you mean
+'adamuon'?
+second_moment=0.95; known: None, a fmuon.NorMuon or fmuon.AdaMuon, 'normuon',
+'adamuon'
 'w': NorMuon(axis='rows') can't average across the blocks (4,) x (3, 3); label
 the leaf without them
 no state of fmuon for this opt: it has the keys ['auxiliary', 'missed',
@@ -194,7 +196,7 @@ def test_eps_is_added_to_the_norm_or_bounds_it(norm, size):
     size = min(size, 1.0) if norm == "clamp" else 1.0
     factor = torch.eye(3, 4) * size
     method = fmuon.NorMuon(beta=0.0, eps=0.5, norm=norm)
-    found, moment = method(factor, torch.zeros(1, 3, 4)[0], [False])
+    found, moment = method(factor, torch.zeros(1, 3, 4)[0], torch.ones(()), [False])
     even = factor / (moment.sqrt() + 0.5)
     divisor = even.norm() + 0.5 if norm == "add" else max(float(even.norm()), 0.5)
     torch.testing.assert_close(found, even * factor.norm() / divisor)

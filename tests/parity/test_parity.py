@@ -57,9 +57,10 @@ def test_every_case_has_a_name_of_its_own():
 
 @pytest.mark.parametrize("products", ["float64", "float32"])
 def test_every_preset_is_compared(products):
-    # muon_with_aux_adam is compared with its formulas in tests/test_presets.py.
+    # These are compared with their formulas in tests/test_presets.py and tests/test_variants.py.
+    formulas = {"muon_with_aux_adam", "adamuon", "muon_eq", "muon_plus", "nanochat"}
     found = {case.preset for case in CASES.values() if case.products == products}
-    assert found == set(PRESETS) - {"muon_with_aux_adam"}
+    assert found == set(PRESETS) - formulas
 
 
 def test_the_table_is_of_these_cases():
