@@ -58,20 +58,42 @@ def local(leaf: Any) -> Any:
     return leaf.to_local() if is_sharded(leaf) else leaf
 
 
-def like(tensor: Tensor, leaf: Any, shape: torch.Size | None = None) -> Any:
-    """A local tensor as a part of what `leaf` is, or of a contiguous tensor placed like it."""
+def like(tensor: Tensor, leaf: Any) -> Any:
+    """A local tensor as a part of what `leaf` is."""
     if not is_sharded(leaf):
         return tensor
+    return _as_part(tensor, leaf, leaf.placements, leaf.shape, leaf.stride())
+
+
+def beside(tensor: Tensor, leaf: Any, shape: Sequence[int]) -> Any:
+    """A local tensor as a part of a contiguous tensor of a shape, cut as `leaf` is.
+
+    It is the same on all parts of an axis whose length is 1 there and more in the leaf.
+    """
+    if not is_sharded(leaf):
+        return tensor
+    from torch.distributed.tensor import Replicate
+
+    averaged = {i for i, length in enumerate(leaf.shape) if shape[i] == 1 != length}
+    placements = [
+        Replicate() if hasattr(p, "dim") and p.dim % leaf.ndim in averaged else p
+        for p in leaf.placements
+    ]
+    size = torch.Size(shape)
+    return _as_part(tensor, leaf, placements, size, torch.empty(size, device="meta").stride())
+
+
+def _as_part(
+    tensor: Tensor,
+    leaf: Any,
+    placements: Sequence[Any],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+) -> Any:
     from torch.distributed.tensor import DTensor
 
-    strides = leaf.stride() if shape is None else torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        tensor,
-        leaf.device_mesh,
-        leaf.placements,
-        run_check=False,
-        shape=leaf.shape if shape is None else shape,
-        stride=strides,
+        tensor, leaf.device_mesh, placements, run_check=False, shape=shape, stride=stride
     )
 
 

@@ -40,6 +40,7 @@ from fmuon.buckets import Bucket, MatrixLeaf, StackPlan, stack, unstack
 from fmuon.call import Call, Group, spread
 from fmuon.collectives import (
     arrived,
+    beside,
     check_agreement,
     has_copies_to_make,
     like,
@@ -168,8 +169,7 @@ class Muon(Configuration):
         for ranks in groups:
             make_group(ranks)
         for ranks, lines in described.items():
-            options = f"{self.orthogonalize} {self.max_stack_bytes} {self.missing} {self.nonfinite}"
-            check_agreement([options, *lines], ranks)
+            check_agreement([*map(str, self.agreed), *lines], ranks)
 
     def fresh(self, path: str, leaf: Tensor, label: Label) -> dict[str, Tensor]:
         """What the state holds of one leaf before its first update, by slot."""
@@ -178,13 +178,16 @@ class Muon(Configuration):
             fresh = self._fresh_momentum(path, leaf)
             shapes = self.kept_shapes(path, label.view(path, tuple(leaf.shape)))
             if SECOND in shapes:
-                fresh[SECOND] = _zeros(leaf.new_empty(shapes[SECOND]))
+                whole, own = shapes[SECOND], local(leaf)
+                sides = zip(whole, leaf.shape, own.shape, strict=True)
+                kept = [mine if side == length else side for side, length, mine in sides]
+                fresh[SECOND] = beside(_zeros(own.new_empty(kept)), leaf, whole)
         else:
             rule = self.rules[self.rule_name(label)]
             fresh = {s: _zeros(leaf, rule.mu_dtype if s == "mu" else None) for s in rule.slots}
         if self.has_mantissa(path, leaf.dtype):
             own = torch.zeros((*local(leaf).shape, 2), dtype=torch.uint8, device=leaf.device)
-            fresh[MANTISSA] = like(own, leaf, torch.Size((*leaf.shape, 2)))
+            fresh[MANTISSA] = beside(own, leaf, (*leaf.shape, 2))
         return fresh
 
     def _fresh_momentum(self, path: str, leaf: Tensor) -> dict[str, Tensor]:
@@ -195,7 +198,7 @@ class Muon(Configuration):
         own = own_scale_shape(scales, shape, tuple(local(leaf).shape), parts)
         return {
             MOMENTUM: _zeros(leaf, FORMATS[self.momentum_dtype].codes),
-            SCALE: like(torch.zeros(own, device=leaf.device), leaf, torch.Size(scales)),
+            SCALE: beside(torch.zeros(own, device=leaf.device), leaf, scales),
         }
 
     def update(
@@ -306,13 +309,16 @@ class _Moved(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A bucket whose leaves are on their way to their owners, or back."""
+    """A bucket whose leaves are on their way to their owners, or back.
+
+    What is carried are the look-aheads, or the updates, and the second moments where there are any.
+    """
 
     bucket: Bucket
     exchange: Exchange
-    looks: list[Tensor]
+    carried: list[list[Tensor]]
     slots: dict[str, dict[str, Tensor]]
-    pending: Tensor | None
+    pending: list[Tensor | None]
 
 
 def _moves(groups: Sequence[Group], call: Call) -> Iterator[tuple[Group, _Moved]]:
@@ -335,37 +341,44 @@ def _moves(groups: Sequence[Group], call: Call) -> Iterator[tuple[Group, _Moved]
         here, coming = coming, _sent(*following, call) if following else None
         done = None if here is None else _sent_back(here, call)
         if copying is not None:
-            yield copying.bucket, _settled(_returned(copying), copying.bucket, call)
+            yield copying.bucket, _settled(_returned(copying, call), copying.bucket, call)
         copying = None
         if going is not None and has_copies_to_make(going.exchange):
             copying = _sent_on(going)
         elif going is not None:
-            yield going.bucket, _settled(_returned(going), going.bucket, call)
+            yield going.bucket, _settled(_returned(going, call), going.bucket, call)
         going = done
 
 
 def _sent(bucket: Bucket, exchange: Exchange, call: Call) -> _Sent:
     looks, slots = _averaged(bucket, call)
-    return _Sent(bucket, exchange, looks, slots, to_owners(exchange, looks))
+    carried = [looks, *_second_moments(bucket, call, looks)]
+    return _Sent(
+        bucket, exchange, carried, slots, [to_owners(exchange, tensors) for tensors in carried]
+    )
 
 
 def _sent_back(here: _Sent, call: Call) -> _Sent:
     """Orthogonalise what has arrived and send it back."""
-    wholes = arrived(here.exchange, here.pending, here.looks)
-    updates = _orthogonalized(here.bucket, wholes, call).updates
-    return here._replace(pending=to_parts(here.exchange, updates, here.looks[0]))
+    pairs = zip(here.pending, here.carried, strict=True)
+    looks, *moments = [arrived(here.exchange, pending, parts) for pending, parts in pairs]
+    moved, moments = _orthogonalized(here.bucket, looks, moments, call)
+    kinds = zip([moved.updates, *moments], here.carried, strict=True)
+    return here._replace(pending=[to_parts(here.exchange, whole, own[0]) for whole, own in kinds])
 
 
 def _sent_on(here: _Sent) -> _Sent:
     """Give the replicas what has come back."""
-    assert here.pending is not None
-    return here._replace(pending=to_replicas(here.exchange, here.pending, here.looks[0]))
+    kinds = zip(here.pending, here.carried, strict=True)
+    sent = [
+        to_replicas(here.exchange, pending, own[0]) for pending, own in kinds if pending is not None
+    ]
+    return here._replace(pending=sent)
 
 
-def _returned(here: _Sent) -> _Moved:
-    assert here.pending is not None
-    updates = returned(here.exchange, here.pending)
-    return _Moved(updates, here.slots, [], [])
+def _returned(here: _Sent, call: Call) -> _Moved:
+    updates, *moments = [returned(here.exchange, p) for p in here.pending if p is not None]
+    return _Moved(updates, here.slots | _kept_moments(here.bucket, moments, call), [], [])
 
 
 def _settled(moved: _Moved, group: Group, call: Call) -> _Moved:
@@ -445,8 +458,8 @@ def _means(group: Group, values: list[Tensor]) -> dict[str, Tensor]:
 def _matrices(bucket: Bucket, call: Call) -> _Moved:
     """-lr scale O and M' of the leaves of a bucket."""
     looks, slots = _averaged(bucket, call)
-    moved = _orthogonalized(bucket, looks, call)
-    return moved._replace(slots=slots | moved.slots)
+    moved, moments = _orthogonalized(bucket, looks, _second_moments(bucket, call, looks), call)
+    return moved._replace(slots=slots | _kept_moments(bucket, moments, call))
 
 
 def _averaged(bucket: Bucket, call: Call) -> tuple[list[Tensor], dict[str, dict[str, Tensor]]]:
@@ -470,8 +483,34 @@ def _averaged(bucket: Bucket, call: Call) -> tuple[list[Tensor], dict[str, dict[
     return [looks[path] for path in bucket.paths], dict(slots)
 
 
-def _orthogonalized(bucket: Bucket, looks: list[Tensor], call: Call) -> _Moved:
-    """-lr scale O of the leaves that this rank has whole, one orthogonalisation per stack."""
+def _second_moments(bucket: Bucket, call: Call, looks: list[Tensor]) -> list[list[Tensor]]:
+    """Those of the leaves of a bucket, spread over their shapes; none where none are kept."""
+    if call.config.second_moment is None:
+        return []
+    pairs = zip(bucket.paths, looks, strict=True)
+    held = call.state[SECOND]
+    return [[held[path].to(look.dtype).expand(look.shape) for path, look in pairs]]
+
+
+def _kept_moments(
+    bucket: Bucket, moments: list[list[Tensor]], call: Call
+) -> dict[str, dict[str, Tensor]]:
+    """The same as the state keeps them."""
+    kept: dict[str, Tensor] = {}
+    for path, moment in zip(bucket.paths, *moments, strict=True) if moments else ():
+        own = moment[tuple(slice(side) for side in call.state[SECOND][path].shape)]
+        # A copy, with the strides of a fresh one: a view would keep the stack alive.
+        kept[path] = own.clone(memory_format=torch.contiguous_format)
+    return {SECOND: kept} if kept else {}
+
+
+def _orthogonalized(
+    bucket: Bucket, looks: list[Tensor], moments: list[list[Tensor]], call: Call
+) -> tuple[_Moved, list[list[Tensor]]]:
+    """-lr scale O of the leaves that this rank has whole, one orthogonalisation per stack.
+
+    And the new second moments of those leaves.
+    """
     config, device = call.config, bucket.device
     stacks = stack(bucket, looks)
     orthogonal: list[Stack] = []
@@ -491,10 +530,9 @@ def _orthogonalized(bucket: Bucket, looks: list[Tensor], call: Call) -> _Moved:
     if after is not None:
         pairs = zip(bucket.stacks, orthogonal, strict=True)
         factors = [after(factor, _tall(spec)) for spec, factor in pairs]
-    slots: dict[str, dict[str, Tensor]] = {}
     if config.second_moment is not None:
-        factors, moments = _evened(bucket, factors, call, config.second_moment)
-        slots[SECOND] = dict(zip(bucket.paths, moments, strict=True))
+        factors, new = _evened(bucket, factors, moments[0], call, config.second_moment)
+        moments = [new]
     duals = _duals(bucket, stacks, factors) if config.adaptive else None
     updates: list[Stack] = []
     rates: list[Tensor] = []
@@ -504,27 +542,21 @@ def _orthogonalized(bucket: Bucket, looks: list[Tensor], call: Call) -> _Moved:
             rate = rate * torch.stack([duals[path] for path in spec.paths])
         rates.append(rate)
         updates.append(factor * spread(-rate, factor).to(bucket.dtype))
-    return _Moved(unstack(bucket, updates), slots, orthogonal, rates)
+    return _Moved(unstack(bucket, updates), {}, orthogonal, rates), moments
 
 
 def _evened(
-    bucket: Bucket, factors: list[Stack], call: Call, method: SecondMoment
+    bucket: Bucket, factors: list[Stack], moments: list[Tensor], call: Call, method: SecondMoment
 ) -> tuple[list[Stack], list[Tensor]]:
     """The factors evened out by their second moments, and the new moments of the leaves."""
-    old = [call.state["second_moment"][path] for path in bucket.paths]
-    full = [v.expand(leaf.view.shape) for v, leaf in zip(old, bucket.leaves, strict=True)]
     even: list[Stack] = []
     new: list[Stack] = []
-    for spec, factor, moment in zip(bucket.stacks, factors, stack(bucket, full), strict=True):
+    for spec, factor, moment in zip(bucket.stacks, factors, stack(bucket, moments), strict=True):
         t = spread(call.count(spec.paths, bucket.device), factor)
         evened, averaged = method(factor, moment, t, _tall(spec))
         even.append(evened)
         new.append(call.masked(averaged, spec.paths, moment))
-    return even, [
-        # A copy, with the strides of a fresh one: a view would keep the stack alive.
-        moment[tuple(slice(side) for side in v.shape)].clone(memory_format=torch.contiguous_format)
-        for moment, v in zip(unstack(bucket, new), old, strict=True)
-    ]
+    return even, unstack(bucket, new)
 
 
 def _tall(spec: StackPlan) -> list[bool]:

@@ -174,6 +174,15 @@ class Configuration:
         return (MOMENTUM, *scale, *second)
 
     @property
+    def agreed(self) -> tuple[Any, ...]:
+        """The options that ranks which share leaves must have in common."""
+        return (
+            self.orthogonalize, self.max_stack_bytes, self.missing, self.nonfinite,
+            self.equilibrate, self.renormalize, self.second_moment, self.adaptive, self.decay,
+            self.momentum_dtype, self.rounding, self.master,
+        )  # fmt: skip
+
+    @property
     def stores(self) -> tuple[str, ...]:
         """The keys that a state must have."""
         return (*self.kept, "auxiliary", "missed", *(() if self.master is None else (MANTISSA,)))
@@ -475,7 +484,14 @@ def matrix_leaf(
         if sharding.domain is not None:
             _check_shared(config, path, sharding)
         stack_axes = view.order[: len(view.order) - len(view.row_axes) - len(view.column_axes)]
-        sharding = sharding.within(stack_axes)
+        _check_second_moment(config, path, view, sharding)
+        whole, sharding = sharding, sharding.within(stack_axes)
+        if config.adaptive and sharding.shape != whole.shape:
+            raise ConfigurationError(
+                f"{path!r} is a stack of matrices that is sharded along the stack, and "
+                f"adaptive=True needs all matrices of a leaf on one rank; leave it out, or shard "
+                f"the leaf along another axis"
+            )
         view = label.view(path, sharding.shape)
     if sharding is None or sharding.domain is None:
         return MatrixLeaf(path, view, dtype, spec.device)
@@ -484,15 +500,29 @@ def matrix_leaf(
 
 def _check_shared(config: Configuration, path: str, sharding: Sharding) -> None:
     """Refuse options that a leaf which several ranks share, or have parts of, can't be given."""
-    options = {name: getattr(config, name) for name in ("second_moment", "adaptive")}
+    options: dict[str, Any] = {"differentiable": config.differentiable}
     options["metrics"] = tuple(name for name in config.metrics if name != SKIPPED)
-    options["differentiable"] = config.differentiable
     for option, value in options.items():
         if value:
             raise ConfigurationError(
                 f"{path!r} is shared among the ranks {sorted(sharding.mesh.ranks)}, and "
                 f"{option}={value!r} needs whole leaves on every rank; set it to its default"
             )
+
+
+def _check_second_moment(config: Configuration, path: str, view: View, sharding: Sharding) -> None:
+    """Refuse where a rank gets nothing of what it keeps averages of."""
+    if config.second_moment is None:
+        return
+    shape = config.second_moment.shape(path, view)
+    averaged = [axis for axis, side in enumerate(shape) if side == 1 != sharding.shape[axis]]
+    empty = any(part[axis][0] == part[axis][1] for part in sharding.parts() for axis in averaged)
+    if empty:
+        raise ConfigurationError(
+            f"{path!r} of shape {sharding.shape} is sharded along an axis that is shorter than it "
+            f"has parts, and {config.second_moment} averages along it; shard it along another "
+            f"axis, or over fewer ranks"
+        )
 
 
 def _stored(sources: Sequence[tuple[str | None, str, Signature]], missed: Specs) -> dict[str, Held]:

@@ -89,6 +89,7 @@ def five_steps(rank, world, layout, in_place, changed, compiled=False):
     return {
         "params": {path: located(t) for path, t in params.items()},
         "momentum": {path: located(t) for path, t in state["momentum"].items()},
+        "second_moment": {path: located(t) for path, t in state.get("second_moment", {}).items()},
         "flops": flops.get_total_flops(),
         "calls": calls.counts,
         "planned": expected,
@@ -104,18 +105,20 @@ def one_process(kind, **changed):
         with FlopCounterMode(display=False) as flops:
             updates, state = opt.update(grads, state, step, params)
             params = fmuon.apply_updates(params, updates)
-    return start, params, state["momentum"], flops.get_total_flops()
+    moments = {name: state.get(name, {}) for name in ("momentum", "second_moment")}
+    return start, params, moments, flops.get_total_flops()
 
 
 def check(results, layout, **changed):
-    start, params, momentum, _ = one_process(layout, **changed)
+    start, params, moments, _ = one_process(layout, **changed)
     for path, expected in params.items():
         whole = assembled(expected.shape, [result["params"][path] for result in results])
         moved = (expected - start[path]).norm()
         assert (whole - expected).norm() <= TOLERANCE * moved, path
-    for path, expected in momentum.items():
-        whole = assembled(expected.shape, [result["momentum"][path] for result in results])
-        assert (whole - expected).norm() <= TOLERANCE * expected.norm(), path
+    for name, leaves in moments.items():
+        for path, expected in leaves.items():
+            whole = assembled(expected.shape, [result[name][path] for result in results])
+            assert (whole - expected).norm() <= TOLERANCE * expected.norm(), (name, path)
 
 
 @pytest.mark.parametrize(("layout", "world"), CASES)
@@ -128,6 +131,50 @@ def test_every_layout_does_what_one_process_does(layout, world, in_place):
     if layout != "mixed":
         # In a mixed tree the plain leaves are everyone's own.
         assert sum(result["flops"] for result in results) == one_process(layout)[-1]
+
+
+def matrices_only(path, leaf):
+    return "muon" if leaf.ndim == 2 else "auxiliary"
+
+
+VARIANTS = {
+    "normuon": {"second_moment": "normuon"},
+    "normuon, long": {"second_moment": fmuon.NorMuon(axis="long")},
+    "adamuon": {"second_moment": "adamuon"},
+    "adaptive": {"adaptive": True, "labels": matrices_only},
+    "balanced": {"equilibrate": "rows", "renormalize": "columns_rows", "decay": "cautious_squared"},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [
+        ("shard 0", 3), ("shard 1", 2), ("hsdp", 4), ("rows and columns", 4), ("column-wise", 4),
+        ("replicas", 2), ("ddp by mesh", 3), ("experts", 3), ("experts, copied", 4),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_do_what_one_process_does(variant, layout, world):
+    changed = VARIANTS[variant]
+    if (variant, layout) == ("normuon, long", "column-wise"):
+        # Three rows on four ranks.
+        with pytest.raises(ranks.RankError, match=r"'d'.* sharded along an axis that is shorter"):
+            ranks.run_fresh(five_steps, world, layout, False, changed)
+        return
+    for in_place in (False, True):
+        check(ranks.run(five_steps, world, layout, in_place, changed), layout, **changed)
+
+
+def test_compiled_variants_of_shards_do_the_same():
+    changed = {"second_moment": "adamuon", "equilibrate": "rows"}
+    results = ranks.run(five_steps, 2, "shard 0", False, changed, "aot_eager", timeout=120.0)
+    check(results, "shard 0", **changed)
+
+
+def test_a_second_moment_needs_a_part_of_what_it_averages_on_every_rank():
+    changed = VARIANTS["normuon"]
+    with pytest.raises(ranks.RankError, match="is sharded along an axis that is shorter than"):
+        ranks.run_fresh(five_steps, 4, "shard 1", False, changed)
 
 
 @pytest.mark.parametrize("layout", ["shard 0", "hsdp", "column-wise", "ddp by group", "mixed"])

@@ -109,8 +109,6 @@ CASES = {
     )
 }  # fmt: skip
 for option, value in {
-    "second_moment": "normuon",
-    "adaptive": True,
     "metrics": ("update_rms",),
     "differentiable": True,
 }.items():
@@ -121,7 +119,11 @@ for option, value in {
         labels={"w": fmuon.Matrix(1, 2)}, **given
     ).init({"w": draw(where, (4, 3, 5))})
 
+CASES["adaptive of experts"] = lambda rank, where: fmuon.muon(
+    adaptive=True, labels={"w": fmuon.Matrix(1, 2)}
+).init({"w": draw(where, (4, 3, 5))})
 EXPECTED = {
+    "adaptive of experts": r"'w' is a stack of matrices that is sharded along the stack, and adap",
     "partial_param": r"LeafError: 'w': placement P.*redistribute it to Shard or Replicate",
     "partial_grad": r"LeafError: 'w': placement P.*redistribute it to Shard or Replicate",
     "other_grad": r"LeafError: 'w': gradient is sharded as shards of axis 1 .*shards of axis 0",
@@ -137,7 +139,7 @@ EXPECTED = {
     "no_number_of_ranks": r"ConfigurationError: mesh=\(2, 0\): give a number of ranks, \(replicas",
     **{
         name: rf"ConfigurationError: 'w' is shared among the ranks \[0, 1\], and {option}="
-        for option in ("second_moment", "adaptive", "metrics", "differentiable")
+        for option in ("metrics", "differentiable")
         for name in (option, f"{option} of experts")
     },
 }
