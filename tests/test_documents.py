@@ -42,6 +42,18 @@ def test_the_figures_are_those_of_the_committed_run():
     assert f"Muon reaches after {muon[steps]} steps" in text
 
 
+def test_the_losses_by_storage_are_those_of_the_committed_run():
+    record = json.loads((ROOT / "examples" / "results" / "storage.json").read_text())
+    finals = [
+        sum(list(losses.values())[-1] for losses in seeds) / len(seeds)
+        for seeds in record["validation_loss"].values()
+    ]
+    rows = re.findall(r"\| (\d\.\d{4}) \| ([+-]\d\.\d{4}) \|", README)
+    assert rows == [(f"{final:.4f}", f"{final - finals[0]:+.4f}") for final in finals]
+    # int8 beside float32, pairs of one seed.
+    assert abs(finals[1] - finals[0]) <= 0.01
+
+
 @pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
 def test_the_tables_are_those_of_the_committed_records(page, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
