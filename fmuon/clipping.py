@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is asked of gradients before they reach an update: their global norm, are they finite."""
 
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from fmuon.base import ConfigurationError, LeafError, Tree
 from fmuon.tree import flatten
+
+_Options = ParamSpec("_Options")
+_Made = TypeVar("_Made")
 
 
 def global_norm(tree: Tree) -> Tensor:
@@ -54,6 +58,27 @@ def clip_by_global_norm(tree: Tree, max_norm: float | Tensor) -> tuple[Tree, Ten
         for path, leaf in leaves.items()
     }
     return structure.rebuild(clipped), norm
+
+
+# As trainers and other optimizers spell it.
+_CLIPPING = ("clip", "clip_norm", "clip_grad_norm", "grad_clip", "max_grad_norm", "max_norm")
+
+
+def refuses_clipping(make: Callable[_Options, _Made]) -> Callable[_Options, _Made]:
+    """Decorate what takes options: it says why there is none that clips."""
+
+    @functools.wraps(make)
+    def checked(*arguments: _Options.args, **options: _Options.kwargs) -> _Made:
+        if asked := [name for name in _CLIPPING if name in options]:
+            raise ConfigurationError(
+                f"{asked[0]} is no option: the size of an orthogonalised update is that of lr and "
+                f"shape, whatever the gradient, and a limit to its norm would take its place; clip "
+                f"gradients before the update, with fmuon.clip_by_global_norm or "
+                f"torch.nn.utils.clip_grad_norm_"
+            )
+        return make(*arguments, **options)
+
+    return checked
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:

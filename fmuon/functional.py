@@ -38,6 +38,7 @@ from fmuon.base import (
 )
 from fmuon.buckets import Bucket, MatrixLeaf, StackPlan, stack, unstack
 from fmuon.call import Call, Group, spread
+from fmuon.clipping import refuses_clipping
 from fmuon.collectives import (
     arrived,
     beside,
@@ -653,6 +654,7 @@ def _copy(nested: Any) -> Any:
 # ---- the public functions ------------------------------------------------------------------------
 
 
+@refuses_clipping
 def muon(
     lr: Scalar = 1e-3,
     *,

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import functools
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -49,3 +51,12 @@ def test_errors():
         fmuon.clip_by_global_norm(tree(), 0)
     with pytest.raises(fmuon.LeafError, match="no leaf is a tensor"):
         fmuon.global_norm({"a": None})
+
+
+@pytest.mark.parametrize("name", ["clip", "max_norm", "clip_norm", "max_grad_norm", "grad_clip"])
+def test_an_option_that_would_clip_updates_is_refused_with_the_reason(name):
+    for make in (fmuon.muon, functools.partial(fmuon.FMuon, torch.nn.Linear(3, 2))):
+        with pytest.raises(fmuon.ConfigurationError, match=f"^{name} is no option.*clip_by_global"):
+            make(**{name: 1.0})
+        with pytest.raises(TypeError, match="unexpected keyword argument 'clips'"):
+            make(clips=1.0)
