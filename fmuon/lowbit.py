@@ -93,7 +93,7 @@ FORMATS = {
 
 def _torchao() -> Any:
     try:
-        from torchao.quantization import quant_primitives
+        from torchao.quantization import quant_primitives  # pyright: ignore
     except ImportError as error:
         raise ConfigurationError(
             "momentum_dtype='int8' needs torchao: pip install 'fmuon[lowbit]'"
