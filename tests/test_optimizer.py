@@ -193,7 +193,7 @@ def test_errors_at_the_door():
     )
     assert_expected_inline(
         message(fmuon.ConfigurationError, fmuon.FMuon, model, preset="adam"),
-        """unknown preset 'adam'; known: 'optax', 'muon_with_aux_adam', 'jordan', 'torch', 'moonlight', 'dion', 'normuon'""",
+        """unknown preset 'adam'; known: 'optax', 'muon_with_aux_adam', 'jordan', 'torch', 'moonlight', 'dion', 'normuon', 'adamuon', 'muon_eq', 'muon_plus', 'nanochat'; did you mean 'adamuon'?""",
     )
     assert_expected_inline(
         message(fmuon.ConfigurationError, fmuon.FMuon, model, lr=-1.0),
