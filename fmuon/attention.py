@@ -401,10 +401,7 @@ def _leaf(path: str, axes: set[int], runs: list[_Run], spec: _Spec | None) -> _L
                 f"layers[{other.layer!r}].{other.factor}, and would be scaled twice; name it once"
             )
     (axis,) = axes
-    own = (0, shape[axis])
-    if number is not None:
-        sharding = SHARDINGS[number]
-        own = sharding.block(sharding.mesh.coordinate)[axis]
+    own = (0, shape[axis]) if number is None else SHARDINGS[number].own[axis]
     return _Leaf(path, axis, len(shape), shape[axis], own, tuple(runs))
 
 

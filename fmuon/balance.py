@@ -65,7 +65,7 @@ def _before(balance: Balance) -> Balance:
 
 
 EQUILIBRATIONS: dict[str, Balance] = {
-    # [Chang et al. 2026, arXiv 2603.28254, section 3: its forms R, C and RC]
+    # The forms R, C and RC of MuonEq [Chang et al. 2026, arXiv 2603.28254].
     "rows": _before(_unit_rows),
     "columns": _before(_unit_columns),
     "rows_and_columns": _before(_unit_rows_and_columns),
@@ -81,7 +81,7 @@ def _unit_frobenius(x: Stack, tall: Sequence[bool]) -> Stack:  # noqa: ARG001
 
 
 RENORMALIZATIONS: dict[str, Balance] = {
-    # [Zhang et al. 2026, arXiv 2602.21545, section 3], and of nanochat the last.
+    # Those of Muon+ [Zhang et al. 2026, arXiv 2602.21545], and the last of nanochat.
     "rows": _unit_rows,
     "columns": _unit_columns,
     "rows_columns": lambda x, tall: _unit_columns(_unit_rows(x, tall), tall),

@@ -172,8 +172,7 @@ def block_of(path: str, leaf: Any) -> Block:
 
 @constant_in_graphs
 def _own_block(number: int) -> Block:
-    sharding = SHARDINGS[number]
-    return sharding.block(sharding.mesh.coordinate)
+    return SHARDINGS[number].own
 
 
 def _sharding_of(

@@ -21,7 +21,7 @@ DECAYS = {
     "independent": Decay(0, cautious=False),
     # As that of modded-nanogpt: a schedule of the rate counts twice.
     "squared": Decay(2, cautious=False),
-    # [Chen et al. 2025, arXiv 2510.12402, equation 3]
+    # [Chen et al. 2025, arXiv 2510.12402, algorithm 1]
     "cautious": Decay(1, cautious=True),
     "cautious_independent": Decay(0, cautious=True),
     "cautious_squared": Decay(2, cautious=True),

@@ -299,8 +299,8 @@ class Muon(Configuration):
 class _Moved(NamedTuple):
     """What a step does to a group of leaves; nothing is written yet.
 
-    `slots` are the new ones, by path. `factors` are what `orthogonalize` made of the
-    stacks of a bucket, and `rates` what multiplies them, or the directions of a rule.
+    `slots` are the new ones, by path. `factors` are what `orthogonalize` made of the stacks of a
+    bucket, and `rates` what multiplies them, or the directions of a rule.
     """
 
     updates: list[Tensor]
@@ -515,22 +515,22 @@ def _orthogonalized(
     config, device = call.config, bucket.device
     stacks = stack(bucket, looks)
     orthogonal: list[Stack] = []
-    before, after = (
-        EQUILIBRATIONS.get(str(config.equilibrate)),
-        RENORMALIZATIONS.get(str(config.renormalize)),
-    )
     for spec, matrices in zip(bucket.stacks, stacks, strict=True):
         method = chosen(
             config.orthogonalize, spec.total, spec.short, spec.long, bucket.dtype, device
         )
         # In parts: a method may need several times the memory of what it is given.
-        balanced = matrices if before is None else before(matrices, _tall(spec))
+        if config.equilibrate is None:
+            balanced = matrices
+        else:
+            balanced = EQUILIBRATIONS[config.equilibrate](matrices, _tall(spec))
         parts = [method(part) for part in balanced.split(spec.chunk)]
         orthogonal.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     factors = orthogonal
-    if after is not None:
+    if config.renormalize is not None:
+        renormalized = RENORMALIZATIONS[config.renormalize]
         pairs = zip(bucket.stacks, orthogonal, strict=True)
-        factors = [after(factor, _tall(spec)) for spec, factor in pairs]
+        factors = [renormalized(factor, _tall(spec)) for spec, factor in pairs]
     if config.second_moment is not None:
         factors, new = _evened(bucket, factors, moments[0], call, config.second_moment)
         moments = [new]
@@ -697,18 +697,18 @@ def muon(
         decay: a row of `fmuon.decay.DECAYS`: "decoupled"; "independent" of the learning rate,
             which is then left out of the product; "squared", with lr^2. With "cautious",
             "cautious_independent" and "cautious_squared" only entries decay that the rest of the
-            update doesn't push away from zero [Chen et al. 2025, arXiv 2510.12402, equation 3].
+            update doesn't push away from zero [Chen et al. 2025, arXiv 2510.12402, algorithm 1].
         orthogonalize: a method or its name in `fmuon.methods.METHODS`.
         adaptive: multiply the factor O of a leaf by <U, O>, the dual norm of what is
             orthogonalised, so that the update grows with the gradient
             [Bernstein and Newhouse 2024, arXiv 2409.20325, eq. 8].
         equilibrate: what is done to a matrix before it is orthogonalised, a row of
             `fmuon.balance.EQUILIBRATIONS`: "rows", "columns" or "rows_and_columns" get equal norms
-            [Chang et al. 2026, arXiv 2603.28254, section 3]; "sign" takes its signs.
+            [Chang et al. 2026, arXiv 2603.28254]; "sign" takes its signs.
         renormalize: what is done to its factor O, a row of `fmuon.balance.RENORMALIZATIONS`:
             "rows" or "columns" get the norm 1, or both, one after the other, in "rows_columns" and
-            "columns_rows" [Zhang et al. 2026, arXiv 2602.21545, section 3]; "frobenius" gives O
-            the norm of an exact factor, sqrt(min(m, n)).
+            "columns_rows" [Zhang et al. 2026, arXiv 2602.21545]; "frobenius" gives O the norm of
+            an exact factor, sqrt(min(m, n)).
         second_moment: "normuon", or a `NorMuon`: even out the rows of O by their averaged squares;
             "adamuon", or an `AdaMuon`: its entries.
         scale: name of a rule in `fmuon.scaling.SCALES`, or a callable (fan_out, fan_in) -> float.

@@ -37,7 +37,7 @@ class Format(NamedTuple):
 def _encode_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Linear in the signed power 0.6, which has finer steps where most of the momentum is.
 
-    Linear quantisation by blocks is that of [Gupta et al. 2025, arXiv 2509.23106, section 3].
+    Linear quantisation by blocks is that of [Gupta et al. 2025, arXiv 2509.23106].
     """
     if rows.shape[1] == 1:
         # torchao takes blocks of one element for none.
@@ -165,31 +165,49 @@ def _blocked(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int]
     return (differ[0], differ[-1] + 1) if differ else (len(shape) - 1, len(shape))
 
 
+class _Layout(NamedTuple):
+    """A leaf as [lead, row, rest] with `blocks` blocks of `length` along its rows."""
+
+    lead: int
+    row: int
+    rest: int
+    blocks: int
+    length: int
+
+
+def _layout(shape: tuple[int, ...], scales: tuple[int, ...]) -> _Layout:
+    start, stop = _blocked(shape, scales)
+    row, blocks = prod(shape[start:stop]), scales[start]
+    return _Layout(prod(shape[:start]), row, prod(shape[stop:]), blocks, -(-row // blocks))
+
+
+def _to_blocks(x: Tensor, layout: _Layout) -> Tensor:
+    """[n, length], the last of every row filled with zeros."""
+    lead, row, rest, blocks, length = layout
+    rows = torch.nn.functional.pad(x.reshape(lead, row, rest).mT, (0, blocks * length - row))
+    return rows.reshape(-1, length)
+
+
+def _from_blocks(values: Tensor, layout: _Layout, shape: tuple[int, ...]) -> Tensor:
+    lead, row, rest, blocks, length = layout
+    return values.reshape(lead, rest, blocks * length)[..., :row].mT.reshape(shape)
+
+
 def encode(name: str, x: Tensor, scales: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """(codes of the shape of x, scales of the given shape)."""
     if not x.numel():
         return torch.zeros_like(x, dtype=FORMATS[name].codes), x.new_zeros(scales)
-    start, stop = _blocked(x.shape, scales)
-    lead, row, rest = prod(x.shape[:start]), prod(x.shape[start:stop]), prod(x.shape[stop:])
-    blocks = scales[start]
-    block = -(-row // blocks)
-    rows = x.to(torch.float32).reshape(lead, row, rest).mT
-    rows = torch.nn.functional.pad(rows, (0, blocks * block - row))
-    codes, scale = FORMATS[name].encode(rows.reshape(-1, block))
-    codes = codes.reshape(lead, rest, blocks * block)[..., :row].mT.reshape(x.shape)
-    return codes, scale.reshape(lead, rest, blocks).mT.reshape(scales)
+    layout = _layout(x.shape, scales)
+    codes, scale = FORMATS[name].encode(_to_blocks(x.to(torch.float32), layout))
+    scale = scale.reshape(layout.lead, layout.rest, layout.blocks).mT
+    return _from_blocks(codes, layout, x.shape), scale.reshape(scales)
 
 
 def decode(name: str, codes: Tensor, scale: Tensor) -> Tensor:
     """The float32 that codes and scales stand for."""
-    shape, scales = codes.shape, scale.shape
     if not codes.numel():
-        return scale.new_zeros(shape)
-    start, stop = _blocked(shape, scales)
-    lead, row, rest = prod(shape[:start]), prod(shape[start:stop]), prod(shape[stop:])
-    blocks = scales[start]
-    block = -(-row // blocks)
-    rows = torch.nn.functional.pad(codes.reshape(lead, row, rest).mT, (0, blocks * block - row))
-    each = scale.reshape(lead, blocks, rest).mT.reshape(-1)
-    values = FORMATS[name].decode(rows.reshape(-1, block), each)
-    return values.reshape(lead, rest, blocks * block)[..., :row].mT.reshape(shape)
+        return scale.new_zeros(codes.shape)
+    layout = _layout(codes.shape, scale.shape)
+    each = scale.reshape(layout.lead, layout.blocks, layout.rest).mT.reshape(-1)
+    values = FORMATS[name].decode(_to_blocks(codes, layout), each)
+    return _from_blocks(values, layout, codes.shape)

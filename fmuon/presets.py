@@ -465,6 +465,18 @@ def normuon(
 # ---- variants ------------------------------------------------------------------------------------
 
 
+def _moonlike(lr: Scalar, weight_decay: float, momentum: Scalar, nesterov: bool) -> Values:
+    """Muon as Moonlight scales it, which these papers vary."""
+    return {
+        "lr": lr,
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "bias_correction": False,
+        "weight_decay": weight_decay,
+        "scale": "match_rms_adamw",
+    }
+
+
 @_preset("github.com/Chongjie-Si/AdaMuon 3b84e03, adamuon.py")
 def adamuon(
     lr: Scalar = 0.02,
@@ -480,22 +492,16 @@ def adamuon(
 
     That one orthogonalises the signs of the momentum.
     """
-    return {
-        "lr": lr,
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "bias_correction": False,
-        "weight_decay": weight_decay,
+    return _moonlike(lr, weight_decay, momentum, nesterov) | {
         "orthogonalize": NewtonSchulz(
             "jordan", steps=ns_steps, dtype="bfloat16", eps=1e-7, norm="add"
         ),
         "equilibrate": "sign" if sign else None,
         "second_moment": AdaMuon(beta2, eps),
-        "scale": "match_rms_adamw",
     }
 
 
-@_preset("arXiv 2603.28254, section 3 (MuonEq)")
+@_preset("arXiv 2603.28254 (MuonEq)")
 def muon_eq(
     lr: Scalar = 1e-3,
     weight_decay: float = 0.1,
@@ -505,18 +511,14 @@ def muon_eq(
 ) -> Values:
     """`form` is R, C or RC: what gets equal norms before the orthogonalisation."""
     forms = {"R": "rows", "C": "columns", "RC": "rows_and_columns"}
-    return {
-        "lr": lr,
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "bias_correction": False,
-        "weight_decay": weight_decay,
-        "equilibrate": lookup(forms, form, "form"),
-        "scale": "match_rms_adamw",
+    return _moonlike(lr, weight_decay, momentum, nesterov) | {
+        "equilibrate": lookup(forms, form, "form")
     }
 
 
-@_preset("arXiv 2602.21545, section 3 (Muon+)")
+@_preset(
+    "arXiv 2602.21545 (Muon+); lr, decay and norm_mode of github.com/K1seki221/MuonPlus 44f2934"
+)
 def muon_plus(
     lr: Scalar = 0.04,
     weight_decay: float = 0.05,
@@ -531,14 +533,8 @@ def muon_plus(
         "row_col": "rows_columns",
         "col_row": "columns_rows",
     }
-    return {
-        "lr": lr,
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "bias_correction": False,
-        "weight_decay": weight_decay,
-        "renormalize": lookup(modes, norm_mode, "norm_mode"),
-        "scale": "match_rms_adamw",
+    return _moonlike(lr, weight_decay, momentum, nesterov) | {
+        "renormalize": lookup(modes, norm_mode, "norm_mode")
     }
 
 

@@ -101,9 +101,14 @@ class Sharding:
         return tuple(intervals)
 
     @property
+    def own(self) -> Block:
+        """The part that this rank holds."""
+        return self.block(self.mesh.coordinate)
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's part."""
-        return _shape(self.block(self.mesh.coordinate))
+        return _shape(self.own)
 
     @property
     def domain(self) -> "Domain | None":
@@ -121,7 +126,7 @@ class Sharding:
 
         Where those are axes of a stack of matrices, every rank has whole matrices.
         """
-        own = self.block(self.mesh.coordinate)
+        own = self.own
         kept = [d for d, split in enumerate(self.splits) if not split or split.axis not in axes]
         lengths = [
             stop - start if axis in axes else length

@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant("balance", "return lambda x, tall: balance(with_unit_entries(x), tall)", "return balance", "test_variants.py::test_zeros_stay_zeros_and_sizes_do_not_matter"),
     Mutant("decay", '"cautious_squared": Decay(2,', '"cautious_squared": Decay(1,', "test_variants.py::test_decay_follows_its_formula"),
     Mutant("second_moment", "root(moment / correction)", "root(moment)", "test_variants.py::test_adamuon_follows_its_formula"),
-    Mutant("functional", "before(matrices, _tall(spec))", "matrices", "test_variants.py::test_equilibration_follows_its_formula"),
+    Mutant("functional", "EQUILIBRATIONS[config.equilibrate](matrices, _tall(spec))", "matrices", "test_variants.py::test_equilibration_follows_its_formula"),
     # 16 bits: the draw, its part of a sharded leaf, its update; the sign of a mantissa; a changed zero.
     Mutant("rounding", "torch.floor(x / step + uniform)", "torch.floor(x / step + 0.5)", "test_rounding.py::test_the_mean_over_elements_and_updates_is_the_value"),
     Mutant("rounding", "torch.arange(start, stop,", "torch.arange(0, stop - start,", "test_rounding.py::test_noise_of_a_part_is_the_part_of_the_noise"),

@@ -52,6 +52,12 @@ def test_the_losses_by_storage_are_those_of_the_committed_run():
     assert rows == [(f"{final:.4f}", f"{final - finals[0]:+.4f}") for final in finals]
     # int8 beside float32, pairs of one seed.
     assert abs(finals[1] - finals[0]) <= 0.01
+    methods = json.loads((ROOT / "examples" / "results" / "methods.json").read_text())
+    one, other = (
+        sum(list(losses.values())[-1] for losses in methods["validation_loss"][name]) / 3
+        for name in ("quintic", "quintic, Gram")
+    )
+    assert f"differs by {other - one:.3f}:" in " ".join(README.split())
 
 
 @pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])

@@ -215,7 +215,9 @@ def test_pure_in_place_compiled_and_FMuon_do_the_same(name):
     counter = CompileCounterWithBackend("inductor")
     compiled, _ = run(opt, update=fmuon.compile(opt.update, backend=counter))
     assert counter.frame_count == 1
-    assert_close(compiled, expected, rtol=1e-3, atol=2e-4)
+    for path, p in compiled.items():
+        moved = (expected[path] - tree()[path]).norm()
+        assert (p - expected[path]).norm() <= 1e-4 * moved, path
     params, own_state = tree(), opt.init(tree())
     module = nn.Module()
     for path, p in params.items():
@@ -232,7 +234,7 @@ def test_pure_in_place_compiled_and_FMuon_do_the_same(name):
         shim.step()
     assert_close(params, expected, rtol=0, atol=0)
     assert_close(own_state, state, rtol=0, atol=0)
-    assert_close(dict(module.named_parameters()), expected, rtol=1e-6, atol=1e-7)
+    assert_close(dict(module.named_parameters()), expected, rtol=1e-7, atol=0)
     assert shim.state[module.w]["momentum_buffer"].dtype == FORMATS[name].codes
     assert torch.equal(shim.state[module.w]["momentum_buffer"], state["momentum"]["w"])
     assert torch.equal(shim.state[module.w]["momentum_buffer_scale"], state["momentum_scale"]["w"])

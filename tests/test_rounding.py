@@ -140,13 +140,19 @@ def start(dtype):
     return {k: p.to(torch.bfloat16).to(dtype) for k, p in drawn.items()}
 
 
+def gradients(params, steps):
+    """Of the dtypes of the params, for every step; those of the float32 run are the same."""
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        yield {
+            k: (torch.randn(p.shape, generator=generator) + 0.5).to(torch.bfloat16).to(p.dtype)
+            for k, p in sorted(params.items())
+        }
+
+
 def run(opt, params, steps, update=None):
     state = opt.init(params)
-    generator = torch.Generator().manual_seed(2)
-    for step in range(steps):
-        grads = {
-            k: torch.randn(p.shape, generator=generator) + 0.5 for k, p in sorted(params.items())
-        }
+    for step, grads in enumerate(gradients(params, steps)):
         updates, state = (update or opt.update)(grads, state, step, params)
         params = fmuon.apply_updates(params, updates)
     return params, state
@@ -212,31 +218,32 @@ def test_pure_in_place_compiled_and_FMuon_do_the_same(kind):
     opt = fmuon.muon(**options, labels=labels)
     params = start(torch.bfloat16) | {"full": torch.randn(6, 8)}
     expected, state = run(opt, params, 4)
-    counter = CompileCounterWithBackend("inductor")
-    compiled, compiled_state = run(opt, params, 4, fmuon.compile(opt.update, backend=counter))
-    assert counter.frame_count == 1
-    assert_close(compiled, expected, rtol=2**-7, atol=0)
-    assert_close(compiled["w"].double().mean(), expected["w"].double().mean(), rtol=1e-5, atol=0)
-    own, own_state = {k: p.clone() for k, p in params.items()}, opt.init(params)
-    module = as_module(params)
-    shim = fmuon.FMuon(module, **options, labels=labels, compile=False)
-    generator = torch.Generator().manual_seed(2)
-    for step in range(4):
-        grads = {
-            k: torch.randn(p.shape, generator=generator) + 0.5 for k, p in sorted(params.items())
-        }
-        fmuon.update_(opt, own, grads, own_state, step)
-        for k, p in module.named_parameters():
-            p.grad = grads[k].to(p.dtype)
-        shim.step()
-    assert_close(own, expected, rtol=0, atol=0)
-    assert_close(own_state, state, rtol=0, atol=0)
     assert set(state.get("mantissa", ())) == (
         set() if kind == "stochastic" else {*params} - {"full"}
     )
-    # The gradients of FMuon were rounded to bfloat16.
-    assert_close(dict(module.named_parameters()), expected, rtol=2**-6, atol=1e-3)
-    assert_close(compiled_state, state, rtol=1e-4, atol=300)
+    own, own_state = {k: p.clone() for k, p in params.items()}, opt.init(params)
+    module = as_module(params)
+    shim = fmuon.FMuon(module, **options, labels=labels, compile=False)
+    for step, grads in enumerate(gradients(params, 4)):
+        fmuon.update_(opt, own, grads, own_state, step)
+        for k, p in module.named_parameters():
+            p.grad = grads[k]
+        shim.step()
+    assert_close(own, expected, rtol=0, atol=0)
+    assert_close(own_state, state, rtol=0, atol=0)
+    for k, p in module.named_parameters():
+        assert torch.equal(p, expected[k]), k
+    counter = CompileCounterWithBackend("inductor")
+    compiled, compiled_state = run(opt, params, 4, fmuon.compile(opt.update, backend=counter))
+    assert counter.frame_count == 1
+    assert_close(compiled_state["momentum"], state["momentum"], rtol=1e-6, atol=1e-7)
+    for k, p in compiled.items():
+        if k in state.get("mantissa", ()):
+            full = joined(p, compiled_state["mantissa"][k])
+            there = joined(expected[k], state["mantissa"][k])
+            assert (full - there).norm() <= 1e-4 * (there - params[k].float()).norm(), k
+        # Sums in another order may put a value on the other side of a boundary.
+        assert p.dtype == torch.float32 or (p != expected[k]).float().mean() <= 0.01, k
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,6 +61,7 @@ class Reference:
     scale: str = "none"
     coefficients: tuple = references.JORDAN
     safety: float = 1.0
+    eps: float = 0.0
     m: torch.Tensor | float = 0.0
     v: torch.Tensor | float = 0.0
     t: int = field(default=0)
@@ -75,8 +76,8 @@ class Reference:
         o = AFTER[self.after](o if turned is balanced else o.T)
         if self.second == "adamuon":
             self.v = beta2 * self.v + (1 - beta2) * o * o
-            p = o / (self.v / (1 - beta2**self.t)).sqrt()
-            o = math.sqrt(min(o.shape)) * p / p.norm()
+            p = o / ((self.v / (1 - beta2**self.t)).sqrt() + self.eps)
+            o = math.sqrt(min(o.shape)) * p / (p.norm() + self.eps)
         if self.second == "normuon, long":
             over = 1 if o.shape[0] >= o.shape[1] else 0
             self.v = beta2 * self.v + (1 - beta2) * (o * o).mean(over, keepdim=True)
@@ -161,9 +162,11 @@ def test_decay_of_auxiliary_leaves_is_of_the_same_form(name):
     assert_close(updates["b"], torch.tensor(expected))
 
 
-def test_adamuon_follows_its_formula():
-    method = fmuon.AdaMuon(0.9, eps=0.0)
-    state, expected = check(configured(second_moment=method), second="adamuon")
+@pytest.mark.parametrize("eps", [0.0, 0.1])
+def test_adamuon_follows_its_formula(eps):
+    """Only beside an eps does the bias correction show: the norm undoes any common factor."""
+    method = fmuon.AdaMuon(0.9, eps=eps)
+    state, expected = check(configured(second_moment=method), second="adamuon", eps=eps)
     for k, v in state["second_moment"].items():
         assert v.shape == SHAPES[k]
         whole = torch.stack([matrix.v for matrix in expected[k]]).reshape(v.shape)
