@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fmuon.base import ConfigurationError, LeafError, Stack, View, lookup
+from fmuon.base import ConfigurationError, LeafError, Stack, View, check_number, lookup
 from fmuon.momentum import root
 
 
@@ -39,14 +39,12 @@ class NorMuon:
     norm: str = "add"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta < 1:
-            raise ConfigurationError(f"NorMuon: beta={self.beta} must be in [0, 1)")
+        check_number("NorMuon: beta", self.beta, below=1)
         if self.axis not in ("rows", "long"):
             raise ConfigurationError(f"NorMuon: axis={self.axis!r}; known: 'rows', 'long'")
         if self.norm not in ("add", "clamp"):
             raise ConfigurationError(f"NorMuon: norm={self.norm!r}; known: 'add', 'clamp'")
-        if not self.eps >= 0:
-            raise ConfigurationError(f"NorMuon: eps={self.eps} must not be negative")
+        check_number("NorMuon: eps", self.eps)
 
     def shape(self, path: str, view: View) -> tuple[int, ...]:
         """The shape of what is kept of a leaf; raises `LeafError` where blocks are in the way."""

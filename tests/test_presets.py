@@ -89,9 +89,9 @@ def test_without_a_module_the_layouts_are_unknown():
     assert_expected_inline(
         refusal(fmuon.ConfigurationError, fmuon.presets.muon_with_aux_adam, 0.02),
         """\
-muon_with_aux_adam: weights of nn.Linear are told from other matrices by their
-module; give the model: FMuon(model, preset=...), or
-presets.muon_with_aux_adam(lr, params=model)""",
+preset 'muon_with_aux_adam' with lr=0.02: muon_with_aux_adam: weights of
+nn.Linear are told from other matrices by their module; give the model:
+FMuon(model, preset=...), or presets.muon_with_aux_adam(lr, params=model)""",
     )
 
 
@@ -202,12 +202,14 @@ def test_errors_name_the_argument():
 unknown ns_coeffs 'keller'; known: 'standard', 'dion'
 ns_coeffs: 4 rows, more than ns_steps=3
 ns_coeffs: (1.0, 2.0); every row has three numbers
-unknown normalization 'svd'; known: 'frobenius', 'spectral', 'schatten', 'aol'
+preset 'optax' with lr=0.1, preconditioning='svd': unknown normalization 'svd';
+known: 'frobenius', 'spectral', 'schatten', 'aol'
 unknown adjust_lr_fn 'rms'; known: 'original', 'match_rms_adamw',
 'spectral_unclamped'
 unknown adjust_lr 'rms'; known: 'spectral_norm', 'rms_norm', 'none'
 NorMuon: axis='columns'; known: 'rows', 'long'
-adamw: betas=(1.0, 0.9) must be two numbers in [0, 1)
+preset 'jordan' with lr=0.1, adam_betas=(1.0, 0.9): adamw: betas=(1.0, 0.9) must
+be two numbers in [0, 1)
 'w': the tree {'a': True} has no value for this leaf""",
     )
 
