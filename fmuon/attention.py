@@ -89,9 +89,9 @@ class Heads:
         known = all(is_number(n, whole=True) for n in (self.adjacent, size))
         least = self.adjacent * size if known else 1
         for name, lowest in (("size", 1), ("start", 0), ("stride", least), ("adjacent", 1)):
-            value: Any = getattr(self, name)
+            value = getattr(self, name)
             optional = value is None and name in ("size", "stride")
-            if not optional and not (is_number(value, whole=True) and value >= lowest):
+            if not optional and not (is_number(value, whole=True) and lowest <= value):
                 raise ConfigurationError(
                     f"Heads({self.path!r}): {name}={value}; give an int of {lowest} or more"
                 )

@@ -89,9 +89,9 @@ def test_without_a_module_the_layouts_are_unknown():
     assert_expected_inline(
         refusal(fmuon.ConfigurationError, fmuon.presets.muon_with_aux_adam, 0.02),
         """\
-preset 'muon_with_aux_adam' with lr=0.02: muon_with_aux_adam: weights of
-nn.Linear are told from other matrices by their module; give the model:
-FMuon(model, preset=...), or presets.muon_with_aux_adam(lr, params=model)""",
+muon_with_aux_adam: weights of nn.Linear are told from other matrices by their
+module; give the model: FMuon(model, preset=...), or
+presets.muon_with_aux_adam(lr, params=model)""",
     )
 
 
@@ -298,8 +298,9 @@ def test_foreign_arguments_are_answered_with_the_rows_own():
             )
         ),
         """\
-a callable of the whole tree, as optax takes it; give one of a leaf, (path,
-tensor) -> value, or the tree itself
+weight_decay_mask or muon_weight_dimension_numbers: a callable of the whole
+tree, as optax takes it; give one of a leaf, (path, tensor) -> value, or the
+tree itself
 preset 'moonlight' has no argument 'n_steps'; did you mean 'ns_steps'?; its own
 are adamw_betas, adamw_eps, lr, momentum, nesterov, ns_steps, wd, and those of
 fmuon.muon

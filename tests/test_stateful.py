@@ -92,6 +92,7 @@ class Double:
     weight: torch.Tensor
     moments: list = field(default_factory=list)
     count: int = 0
+    size: float = 0.0
     trained: bool = True
 
     @property
@@ -106,6 +107,9 @@ class Double:
         if not self.moments:
             self.reset()
         self.count += 1
+        # Of what is averaged: the average itself may cancel.
+        parts = [grad.double().abs().max().item(), *(m.abs().max().item() for m in self.moments)]
+        self.size = max(1e-12, *parts, parts[0] ** 2)
         grad, before = grad.double(), self.weight
         rounding = torch.finfo(self.dtype).eps if self.dtype != torch.float64 else 1e-9
         if self.is_matrix:
@@ -144,8 +148,7 @@ def compare(double, weight, moments, allowed):
     for mine, theirs in zip(double.moments, moments, strict=False):
         wide = torch.float64 if double.dtype == torch.float64 else torch.float32
         assert theirs.dtype == wide
-        size = 1e-12 + mine.abs().max().item()
-        assert (mine - theirs.double()).abs().max().item() <= 1e-6 * size
+        assert (mine - theirs.double()).abs().max().item() <= 1e-6 * double.size
     double.weight = weight.double().clone()
     double.moments = [m.double().clone() for m in moments] + double.moments[len(moments) :]
 
