@@ -91,7 +91,8 @@ class Heads:
         for name, lowest in (("size", 1), ("start", 0), ("stride", least), ("adjacent", 1)):
             value = getattr(self, name)
             optional = value is None and name in ("size", "stride")
-            if not optional and not (is_number(value, whole=True) and lowest <= value):
+            counts = is_number(value, whole=True)
+            if not optional and not (counts and value >= lowest):  # pyright: ignore
                 raise ConfigurationError(
                     f"Heads({self.path!r}): {name}={value}; give an int of {lowest} or more"
                 )
