@@ -80,11 +80,10 @@ class CoefficientSet:
         Dividing the argument by f turns (a, b, c) into (a / f, b / f^3, c / f^5).
         """
         steps = self.default_steps if steps is None else steps
-        if not (is_number(steps, whole=True) and 0 < steps < _MOST_STEPS):
-            raise ConfigurationError(
-                f"steps={steps!r}: give an int below {_MOST_STEPS}; at least one Newton-Schulz "
-                f"step is needed"
-            )
+        if not is_number(steps, whole=True) or steps >= _MOST_STEPS:
+            raise ConfigurationError(f"steps={steps!r}: give an int below {_MOST_STEPS}")
+        if steps < 1:
+            raise ConfigurationError(f"steps={steps}: at least one Newton-Schulz step is needed")
         if self.tail == "none" and steps != self.default_steps:
             raise ConfigurationError(
                 f"steps={steps}: this coefficient set is made for exactly {self.default_steps} "
