@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-kernels test-torchtune test-torchtitan parity clients check mutants clean
+.PHONY: demo test test-all test-kernels test-torchtune test-torchtitan parity clients check mutants fuzz soak clean
 
 demo: .venv/examples ## train a byte-level GPT with Muon and AdamW
 	$(BIN)/python examples/train_gpt.py
@@ -28,6 +28,12 @@ clients: .venv/clients ## trainers and checkpoints in the real packages, and the
 
 mutants: .venv/test ## break the core line by line; a named test must notice each
 	$(BIN)/python tests/mutants.py
+
+fuzz: .venv/test ## the fuzz tests with a large budget; prints what was tried
+	$(BIN)/python tests/fuzz.py
+
+soak: .venv/test ## 2,000 compiled steps; prints graphs, memory and drift
+	$(BIN)/python tests/soak.py
 
 check: .venv/dev ## lint, format and types
 	$(BIN)/ruff check .

@@ -30,6 +30,7 @@ from fmuon.base import (
     LeafError,
     Tree,
     constant_in_graphs,
+    is_number,
     is_transformed,
     lookup,
     near_misses,
@@ -80,10 +81,18 @@ class Heads:
     axis: int = 0
 
     def __post_init__(self) -> None:
-        least = self.adjacent * (self.size or 1)
+        if not isinstance(self.path, str):  # pyright: ignore
+            raise ConfigurationError(f"Heads: path={self.path!r}; give the path of a leaf")
+        if not is_number(self.axis, whole=True):
+            raise ConfigurationError(f"Heads({self.path!r}): axis={self.axis!r}; give an int")
+        size = 1 if self.size is None else self.size
+        known = all(is_number(n, whole=True) for n in (self.adjacent, size))
+        least = self.adjacent * size if known else 1
         for name, lowest in (("size", 1), ("start", 0), ("stride", least), ("adjacent", 1)):
             value = getattr(self, name)
-            if value is not None and value < lowest:
+            optional = value is None and name in ("size", "stride")
+            counts = is_number(value, whole=True)
+            if not optional and not (counts and value >= lowest):  # pyright: ignore
                 raise ConfigurationError(
                     f"Heads({self.path!r}): {name}={value}; give an int of {lowest} or more"
                 )
@@ -137,8 +146,20 @@ class Attention:
         # Lists are accepted and stored as tuples: a layer must be hashable.
         for name in ("query", "key", "rotary_query"):
             value = getattr(self, name)
-            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
-        if self.heads < 1 or self.keys < 1 or self.heads % self.keys:
+            value = tuple(value) if isinstance(value, list) else value
+            object.__setattr__(self, name, value)
+            rows = value if isinstance(value, tuple) else (value,)
+            if not all(isinstance(entry, str | Heads) for entry in rows):
+                raise ConfigurationError(
+                    f"Attention: {name}={value!r}; give a path, a Heads, or a tuple of them"
+                )
+        counts = (self.heads, self.keys)
+        if (
+            not all(is_number(n, whole=True) for n in counts)
+            or self.heads < 1
+            or self.keys < 1
+            or self.heads % self.keys
+        ):
             raise ConfigurationError(
                 f"Attention: heads={self.heads}, key_heads={self.key_heads}; give positive counts, "
                 f"heads a multiple of key_heads"

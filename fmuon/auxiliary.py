@@ -7,14 +7,21 @@ A `Rule` is a frozen description; its `direction` is a pure function that maps g
 `fmuon.momentum`: stacks [k, ...] of leaves of one shape, and t counts the updates of a leaf from 1.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from fmuon.base import ConfigurationError, Scalar
+from fmuon.base import (
+    ConfigurationError,
+    Scalar,
+    check_flag,
+    check_floating,
+    check_number,
+    is_number,
+)
 from fmuon.momentum import average, debias, look_ahead, root
 from fmuon.scalars import check_scalar
 
@@ -57,23 +64,32 @@ class Rule:
 
     def __post_init__(self) -> None:
         # A list would make the rule unhashable.
-        object.__setattr__(self, "betas", tuple(self.betas))
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        if isinstance(self.betas, list):
+            object.__setattr__(self, "betas", tuple(self.betas))
+        if (
+            not isinstance(self.betas, tuple)  # pyright: ignore[reportUnnecessaryIsInstance]
+            or len(self.betas) != 2
+            or not all(is_number(beta) and 0 <= beta < 1 for beta in self.betas)
+        ):
             raise ConfigurationError(
                 f"{self.name}: betas={self.betas} must be two numbers in [0, 1)"
+            )
+        if isinstance(self.lr, Mapping):
+            raise ConfigurationError(
+                f"{self.name}: lr={self.lr!r}; give a number, a 0-d tensor or a callable of the "
+                f"step (values for single leaves are given to update)"
             )
         if self.lr is not None:
             check_scalar(f"{self.name}: lr", self.lr)
             if self.lr_scale != 1:
                 raise ConfigurationError(f"{self.name}: give lr or lr_scale, not both")
-        if self.mu_dtype is not None and not self.mu_dtype.is_floating_point:
-            raise ConfigurationError(
-                f"{self.name}: mu_dtype={self.mu_dtype}; a floating point dtype is needed"
-            )
+        if self.mu_dtype is not None:
+            check_floating(f"{self.name}: mu_dtype", self.mu_dtype)
+        check_flag(f"{self.name}: eps_first", self.eps_first)
         for option in ("eps", "eps_root", "lr_scale", "weight_decay"):
             value: Any = getattr(self, option)
-            if value is not None and not value >= 0:
-                raise ConfigurationError(f"{self.name}: {option}={value} must not be negative")
+            if value is not None or option != "weight_decay":
+                check_number(f"{self.name}: {option}", value)
 
     def __str__(self) -> str:
         """The name of the rule."""
@@ -149,6 +165,7 @@ def sgd(
 
     [Polyak 1964]
     """
+    check_number("sgd: momentum", momentum, below=1)
     direction, slots = (_heavy_ball, ("mu",)) if momentum else (_plain, ())
     return Rule("sgd", slots, direction, (momentum, 0.0), 0.0, lr_scale, weight_decay, lr)
 

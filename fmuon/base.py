@@ -8,6 +8,7 @@ of the matrix view of a parameter and `fan_in` the number of its columns: the or
 
 import difflib
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
@@ -90,7 +91,7 @@ class Matrix:
             ):
                 wanted = "a tuple of sizes, or None" if blocks else "an axis, or a tuple of axes"
                 raise ConfigurationError(f"Matrix: {name}={value!r}; give {wanted}")
-        if self.scale is not None and not 0 <= self.scale < math.inf:
+        if self.scale is not None and not (is_number(self.scale) and 0 <= self.scale < math.inf):
             raise ConfigurationError(
                 f"Matrix: scale={self.scale!r}; give a number that is not negative, or None"
             )
@@ -189,17 +190,52 @@ def is_transformed() -> bool:
     return stack is not None
 
 
+def is_number(value: Any, *, whole: bool = False) -> bool:
+    """Whether a value is a real number that a double holds; 0-d tensors too, if not `whole`."""
+    if isinstance(value, Tensor):
+        return not (whole or value.ndim or value.is_complex())
+    kind = numbers.Integral if whole else numbers.Real
+    if not isinstance(value, kind) or isinstance(value, bool):  # pyright: ignore
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def check_number(what: str, value: Any, *, below: float = math.inf) -> None:
+    """Refuse all but a number from 0 on and below a bound."""
+    if not (is_number(value) and 0 <= value < below):
+        bound = "finite" if below == math.inf else f"below {below:g}"
+        raise ConfigurationError(
+            f"{what}={value!r}: give a number that is not negative and {bound}"
+        )
+
+
+def check_flag(what: str, value: Any) -> None:
+    """Refuse all but True and False: the string "false" is true."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{what}={value!r}: give True or False")
+
+
+def check_floating(what: str, value: Any) -> None:
+    """Refuse all but a floating point `torch.dtype`."""
+    if not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise ConfigurationError(f"{what}={value!r}; a floating point torch.dtype is needed")
+
+
 def near_misses(name: str, known: Iterable[str]) -> str:
     """The clause `; did you mean ...?` of an error message, or nothing."""
     close = difflib.get_close_matches(name, [str(k) for k in known], n=3)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
-def lookup(table: Mapping[str, _Row], name: str, what: str) -> _Row:
+def lookup(table: Mapping[str, _Row], name: Any, what: str) -> _Row:
     """The row of a table, or a `ConfigurationError` that lists the known names."""
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise ConfigurationError(
             f"unknown {what} {name!r}; known: {', '.join(map(repr, table))}"
-            f"{near_misses(name, table)}"
+            f"{near_misses(str(name), table)}"
         )
     return table[name]

@@ -54,11 +54,7 @@ class Call:
         found_inf: Tensor | None,
         **scalars: Any,
     ) -> None:
-        if absent := {*config.stores} - set(state):
-            raise StateError(
-                f"no state of fmuon for this opt: it has the keys {sorted(state)} and lacks "
-                f"{sorted(absent)}; make it with init"
-            )
+        _check_structure(config, state)
         self.config = config
         # As they were given; everything is computed with the local tensors of shards.
         self.given_state = state
@@ -356,6 +352,42 @@ class Call:
             if leaves.get(path) is not None:
                 return leaves[path]
         return None
+
+
+def _check_structure(config: Configuration, state: Any) -> None:
+    """Refuse what isn't a dict of dicts of tensors as init makes it; planning looks at the rest."""
+    given: Any = state if isinstance(state, Mapping) else {}
+    if absent := {*config.stores} - set(given):
+        raise StateError(
+            f"no state of fmuon for this opt: it has the keys {sorted(map(str, given))} and lacks "
+            f"{sorted(absent)}; make it with init"
+        )
+    stores = {(name,): given[name] for name in config.stores if name != "auxiliary"}
+    slots: Any = {("auxiliary",): given["auxiliary"]}
+    # Slots of the rule, or rules and their slots.
+    for _ in range(1 if isinstance(config.auxiliary, Rule) else 2):
+        slots = {
+            (*keys, key): value
+            for keys, entries in slots.items()
+            for key, value in _entries(keys, entries)
+        }
+    for keys, leaves in (*stores.items(), *slots.items()):
+        for path, tensor in _entries(keys, leaves):
+            if not isinstance(tensor, Tensor):
+                raise StateError(
+                    f"{path!r}: the state's {'.'.join(map(str, keys))} holds a "
+                    f"{type(tensor).__name__} for it, which should be a tensor; make the state "
+                    f"with init"
+                )
+
+
+def _entries(keys: tuple[str, ...], entries: Any) -> Sequence[tuple[str, Any]]:
+    if not isinstance(entries, Mapping):
+        raise StateError(
+            f"no state of fmuon: {'.'.join(map(str, keys))} is a {type(entries).__name__}, which "
+            f"should be a dict; make it with init"
+        )
+    return [*entries.items()]
 
 
 def _locals(tree: Any) -> Any:

@@ -6,12 +6,15 @@ its triples, the safety factors that keep it from diverging under rounding and t
 it was made for belong together, since another count or a plain norm can make a good set diverge.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fmuon.base import ConfigurationError, lookup
+from fmuon.base import ConfigurationError, is_number, lookup
 
 Triple: TypeAlias = tuple[float, float, float]
+
+_MOST_STEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,37 @@ class CoefficientSet:
     safety: float = 1.0
     norm_safety: float = 1.0
 
+    def __post_init__(self) -> None:
+        # Lists are accepted and stored as tuples: a set must be hashable.
+        if isinstance(self.published, list):
+            rows = (tuple(row) if isinstance(row, list) else row for row in self.published)
+            object.__setattr__(self, "published", tuple(rows))
+        rows = self.published if isinstance(self.published, tuple) else ()  # pyright: ignore
+        triples = [row for row in rows if isinstance(row, tuple) and len(row) == 3]  # pyright: ignore
+        if (
+            not rows
+            or len(triples) < len(rows)
+            or not all(is_number(x) for t in triples for x in t)
+        ):
+            raise ConfigurationError(
+                f"CoefficientSet: published={self.published!r}; give one triple (a, b, c) of "
+                f"numbers per step, one at least"
+            )
+        if not isinstance(self.source, str):  # pyright: ignore
+            raise ConfigurationError(f"CoefficientSet: source={self.source!r}; give a text")
+        if self.tail not in ("none", "repeat"):
+            raise ConfigurationError(f"CoefficientSet: tail={self.tail!r}; known: 'none', 'repeat'")
+        if not (is_number(self.minimum, whole=True) and self.minimum >= 0):
+            raise ConfigurationError(
+                f"CoefficientSet: minimum={self.minimum!r}; give an int that is not negative"
+            )
+        for name in ("safety", "norm_safety"):
+            value = getattr(self, name)
+            if not (is_number(value) and 0 < value < math.inf):
+                raise ConfigurationError(
+                    f"CoefficientSet: {name}={value!r}; give a positive number"
+                )
+
     @property
     def default_steps(self) -> int:
         """The number of steps the set was made for."""
@@ -46,6 +80,8 @@ class CoefficientSet:
         Dividing the argument by f turns (a, b, c) into (a / f, b / f^3, c / f^5).
         """
         steps = self.default_steps if steps is None else steps
+        if not is_number(steps, whole=True) or steps >= _MOST_STEPS:
+            raise ConfigurationError(f"steps={steps!r}: give an int below {_MOST_STEPS}")
         if steps < 1:
             raise ConfigurationError(f"steps={steps}: at least one Newton-Schulz step is needed")
         if self.tail == "none" and steps != self.default_steps:

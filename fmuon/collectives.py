@@ -120,7 +120,7 @@ def _forget_ended() -> None:
 def register(mesh: Any) -> Mesh:
     """What planning needs to know of a DeviceMesh or process group; not inside a trace."""
     _forget_ended()
-    if mesh in _MESHES:
+    if type(mesh).__hash__ is not None and mesh in _MESHES:  # pyright: ignore
         return _MESHES[mesh]
     import torch.distributed as dist
 

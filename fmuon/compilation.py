@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fmuon.base import FMuonError
+from fmuon.base import ConfigurationError, FMuonError, lookup
 from fmuon.collectives import is_initialized
 from fmuon.tree import map_tensors
 
@@ -63,6 +63,7 @@ def compile(
 
     options: dict[str, Any] = {}
     if backend == "inductor":
+        check_mode(mode)
         options = list_mode_options(mode) | ({} if torch.accelerator.is_available() else _ON_CPU)
         options |= _DISTRIBUTED if is_initialized() else {}
     graphs = bool(options.get("triton.cudagraphs"))
@@ -86,10 +87,17 @@ def compile(
         try:
             result = compiled(*bound.args, **bound.kwargs)
         except TorchDynamoException as error:
-            raise _own_error(error) or error from None
+            raise _own_error(error) or _without_compiler(error) or error from None
         return map_tensors(lambda t: t.clone() if t.is_cuda else t, result) if graphs else result
 
     return wrapper  # pyright: ignore[reportReturnType]
+
+
+def check_mode(mode: Any) -> None:
+    """Refuse what is no mode of torch.compile."""
+    from torch._inductor import list_mode_options
+
+    lookup(list_mode_options(), mode, "mode to compile in")
 
 
 def can_compile() -> bool:
@@ -126,6 +134,18 @@ def _own_error(error: BaseException) -> FMuonError | None:
     while inner is not None and not isinstance(inner, FMuonError):
         inner = inner.__cause__ or inner.__context__
     return inner
+
+
+def _without_compiler(error: BaseException) -> FMuonError | None:
+    """What to do where inductor found no C++ compiler; None for other errors."""
+    inner = getattr(error, "inner_exception", None)
+    if type(inner).__name__ != "InvalidCxxCompiler":
+        return None
+    return ConfigurationError(
+        f"can't compile: {inner}; install g++ or clang++, or name one in the environment variable "
+        f"CXX; without a compiler run eagerly: FMuon(..., compile=False), or the update itself in "
+        f"place of fmuon.compile(update)"
+    )
 
 
 def _devices(value: Any) -> Iterator[torch.device]:

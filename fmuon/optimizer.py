@@ -28,7 +28,7 @@ from fmuon.base import (
 )
 from fmuon.clipping import all_finite
 from fmuon.collectives import everywhere, is_sharded, local, make_group, mesh_of, register
-from fmuon.compilation import can_compile
+from fmuon.compilation import can_compile, check_mode
 from fmuon.compilation import compile as compile_
 from fmuon.foreign import Foreign, Share, adopted
 from fmuon.functional import Muon, configuration_of, muon
@@ -135,6 +135,8 @@ class FMuon(Optimizer):
         self._metrics: dict[str, Tensor] = {}
         if not (compile == "auto" or compile is False or isinstance(compile, str)):
             raise ConfigurationError(f"compile={compile!r}: give 'auto', False, or a mode")
+        if isinstance(compile, str) and compile != "auto":
+            check_mode(compile)
         first = next(iter(self._config.rules.values()))
         for name in ("lr", "momentum", "weight_decay"):
             value = getattr(self._config, name)
@@ -633,15 +635,13 @@ class FMuon(Optimizer):
         Raises:
             StateError: names, shapes or the format don't match.
         """
-        if state_dict.get("fmuon_format", FORMAT) > FORMAT:
-            raise StateError(
-                f"state_dict of format {state_dict['fmuon_format']}, this fmuon reads up to "
-                f"{FORMAT}; upgrade fmuon"
-            )
+        _check_structure(state_dict)
         changes = {"rename": rename, "add": add, "drop": drop, "resize": resize}
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
+        _check_structure(state_dict)
+        _check_groups(state_dict)
         ordered = self._matched(state_dict, {name: c for name, c in changes.items() if c})
         self._check_buffers(ordered)
         self._copy_foreign(ordered)
@@ -682,6 +682,10 @@ class FMuon(Optimizer):
                         f"{rule!r} needs {sorted(wanted)}; it was saved with another label, or by "
                         f"another optimizer, whose states fmuon.interop reads"
                     )
+                if found and label != "frozen":
+                    fresh = self._config.fresh(name, parameter, label)
+                    needed = {_SLOTS[slot]: zeros for slot, zeros in fresh.items()}
+                    _check_saved(name, ordered["state"][index], needed)
 
     def _copy_foreign(self, ordered: dict[str, Any]) -> None:
         """Copy what a foreign optimizer would write into."""
@@ -734,9 +738,11 @@ class FMuon(Optimizer):
             for name, rule in zip(group["param_names"], group["rules"], strict=True)
         }
         new_shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
+        renamed: Mapping[str, str] = changes.get("rename", {})
         old_shapes = {
-            name: self._saved_shape(state, new_shapes.get(name, ()), labels.get(name, "frozen"))
+            name: self._saved_shape(state, new_shapes.get(new, ()), labels.get(new, "frozen"))
             for name, state in old.items()
+            for new in [renamed.get(name, name)]
         }
         source = origins(old_shapes, new_shapes, **changes)
         for name, origin in source.items():
@@ -1070,6 +1076,98 @@ def _check_same_rule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         )
 
 
+def _check_structure(state_dict: Any) -> None:
+    """Refuse what has not the structure of a state dict of torch, or comes from a later fmuon."""
+    wanted: dict[str, Any] = {"state": Mapping, "param_groups": (list, tuple)}
+    for key, kind in wanted.items():
+        if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get(key), kind):
+            keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else []
+            raise StateError(
+                f"no state_dict of an optimizer: a {type(state_dict).__name__} with the keys "
+                f"{keys}, where {key!r} must be a {'dict' if kind is Mapping else 'list'}; give "
+                f"what optimizer.state_dict() returned"
+            )
+    version = state_dict.get("fmuon_format", FORMAT)
+    if type(version) is not int or version < 1:
+        raise StateError(f"state_dict: fmuon_format={version!r} is no version of fmuon's format")
+    if version > FORMAT:
+        raise StateError(
+            f"state_dict of format {version}, this fmuon reads up to {FORMAT}; upgrade fmuon"
+        )
+
+
+def _check_groups(state_dict: Mapping[str, Any]) -> None:
+    """Refuse groups that are incomplete, disagree with themselves, or hold values out of range."""
+    known = list[Any]()
+    for i, group in enumerate(state_dict["param_groups"]):
+        where = f"state_dict: param_groups[{i}]"
+        params: Any = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(params, list | tuple) or not all(type(p) in (int, str) for p in params):
+            raise StateError(f"{where}: its 'params' must be a list of numbers, or of names")
+        for key in ("param_names", "rules"):
+            entries = group.get(key, params)
+            if not isinstance(entries, list | tuple) or len(entries) != len(params):
+                raise StateError(f"{where}: {key!r} must be a list with one entry per parameter")
+        names: Any = group.get("param_names", [])
+        if not all(isinstance(name, str) for name in names):
+            raise StateError(f"{where}: 'param_names' must be texts")
+        for key in ("name", "foreign"):
+            if not isinstance(group.get(key), str | None):
+                raise StateError(f"{where}: its {key!r} must be a text")
+        for rule in group.get("rules", ()):
+            try:
+                _decode(rule)
+            except (ConfigurationError, TypeError) as error:
+                raise StateError(f"{where}: no rule of fmuon among 'rules': {error}") from error
+        try:
+            _check_values(group, group.get("foreign") is not None)
+        except ConfigurationError as error:
+            raise StateError(f"{where}: {error}") from error
+        known += params
+    if len(set(known)) < len(known):
+        raise StateError("state_dict: a parameter is in its param_groups twice")
+    for index, state in state_dict["state"].items():
+        if index not in known:
+            raise StateError(
+                f"state_dict: state of {index!r}, which is in none of its param_groups"
+            )
+        if not isinstance(state, Mapping):
+            raise StateError(f"state_dict: the state of {index!r} is a {type(state).__name__}")
+
+
+def _check_saved(name: str, saved: Mapping[str, Any], needed: Mapping[str, Tensor]) -> None:
+    """Refuse buffers that are not like those needed, and counts that are no counts.
+
+    Values of buffers are not looked at: after a NaN in training they are what was saved.
+    """
+    for key, zeros in needed.items():
+        value = saved[key]
+        found = type(value).__name__
+        if isinstance(value, Tensor):
+            found = f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+            if value.shape == zeros.shape and _may_hold(value.dtype, zeros.dtype):
+                continue
+        raise StateError(
+            f"parameter {name!r}: its {key!r} in the state_dict is {found}, and should be a tensor "
+            f"of shape {tuple(zeros.shape)} and dtype {zeros.dtype}; load the state of this "
+            f"parameter and these options, or name it in drop and add"
+        )
+    count = saved["step"]
+    if not isinstance(count, Tensor) or count.ndim or count.is_complex():
+        raise StateError(f"parameter {name!r}: its 'step' in the state_dict is no 0-d tensor")
+    if not (0 <= float(count) < float("inf") and float(count).is_integer()):
+        raise StateError(
+            f"parameter {name!r}: its 'step' in the state_dict is {float(count)}, which is no "
+            f"number of updates"
+        )
+
+
+def _may_hold(found: torch.dtype, needed: torch.dtype) -> bool:
+    """Whether a buffer may have that dtype: another one of 16 bits or more, if it isn't codes."""
+    numbers = [dtype.is_floating_point and dtype.itemsize > 1 for dtype in (found, needed)]
+    return all(numbers) or found == needed
+
+
 @contextlib.contextmanager
 def _without_hooks(optimizer: Optimizer) -> Generator[None]:
     """load_state_dict of torch without the hooks, which are run around ours."""
@@ -1097,10 +1195,14 @@ def _check_values(group: Mapping[str, Any], foreign: bool) -> None:
     # Betas and eps of another optimizer are for it to check.
     for name in ("lr", "weight_decay", "lr_scale", *(() if foreign else ("momentum", "eps"))):
         if name in group:
+            if not isinstance(group[name], int | float | Tensor):
+                raise ConfigurationError(f"{name}={group[name]!r}: give a number or a 0-d tensor")
             check_scalar(name, group[name])
     if "betas" in group and not foreign:
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise ConfigurationError(f"betas={betas!r}: give a pair")
-        check_scalar("beta1", betas[0])
-        check_scalar("beta2", betas[1])
+        for name, beta in zip(("beta1", "beta2"), betas, strict=True):
+            if not isinstance(beta, int | float | Tensor):
+                raise ConfigurationError(f"betas={betas!r}: give two numbers or 0-d tensors")
+            check_scalar(name, beta)

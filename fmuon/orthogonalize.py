@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from fmuon import symmetric
-from fmuon.base import ConfigurationError, Stack, constant_in_graphs, lookup
+from fmuon.base import (
+    ConfigurationError,
+    Stack,
+    check_floating,
+    check_number,
+    constant_in_graphs,
+    is_number,
+    lookup,
+)
 from fmuon.coefficients import CoefficientSet, Triple, coefficient_set
 
 _DTYPES = {
@@ -85,10 +93,9 @@ class NewtonSchulz:
         lookup(NORMALIZATIONS, self.normalization, "normalization")
         if isinstance(self.dtype, str):
             lookup(_DTYPES, self.dtype, "dtype")
-        elif not self.dtype.is_floating_point:
-            raise ConfigurationError(f"dtype={self.dtype}: a floating point dtype is needed")
-        if self.eps < 0:
-            raise ConfigurationError(f"eps={self.eps}: must not be negative")
+        else:
+            check_floating("dtype", self.dtype)
+        check_number("eps", self.eps)
 
     def __call__(self, x: Tensor, /) -> Tensor:
         """Orthogonalise the trailing two axes of x, [..., m, n] -> [..., m, n], dtype kept."""
@@ -167,9 +174,11 @@ class GramNewtonSchulz(NewtonSchulz):
     def __post_init__(self) -> None:
         super().__post_init__()
         steps = self._count
-        if self.restarts != "auto" and (
-            isinstance(self.restarts, str)
-            or not all(0 < step < steps for step in self.restarts)
+        if isinstance(self.restarts, list):
+            object.__setattr__(self, "restarts", tuple(self.restarts))
+        if not (isinstance(self.restarts, str) and self.restarts == "auto") and (
+            not isinstance(self.restarts, tuple)
+            or not all(is_number(step, whole=True) and 0 < step < steps for step in self.restarts)
             or list(self.restarts) != sorted(set(self.restarts))
         ):
             raise ConfigurationError(

@@ -23,7 +23,9 @@ from fmuon.base import (
     Scalar,
     StateError,
     View,
+    check_flag,
     constant_in_graphs,
+    is_number,
     lookup,
     near_misses,
 )
@@ -99,7 +101,12 @@ class Configuration:
                     f"or a callable of the step (values for single leaves are given to update)"
                 )
             check_scalar(name, value)
-        if not (self.labels is None or isinstance(self.labels, tuple) or callable(self.labels)):
+        for name in ("nesterov", "bias_correction", "adaptive", "differentiable"):
+            check_flag(name, getattr(self, name))
+        entries = self.labels if isinstance(self.labels, tuple) else ()
+        pairs = all(isinstance(entry, tuple) and len(entry) == 2 for entry in entries)  # pyright: ignore
+        given = self.labels is None or isinstance(self.labels, tuple) or callable(self.labels)
+        if not (given and pairs):
             raise ConfigurationError(f"labels={self.labels!r}; give a dict, a callable, or None")
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
@@ -109,8 +116,9 @@ class Configuration:
         for name in self.metrics:
             lookup(METRICS, name, "metric")
         self._check_storage()
-        if self.max_stack_bytes is not None and self.max_stack_bytes < 1:
-            raise ConfigurationError(f"max_stack_bytes={self.max_stack_bytes}: must be positive")
+        room = self.max_stack_bytes
+        if room is not None and not (is_number(room, whole=True) and 0 < room < 2**63):
+            raise ConfigurationError(f"max_stack_bytes={room!r}: must be positive, an int")
         reserved = {"muon", "frozen", "error", MOMENTUM, SCALE, SECOND, MANTISSA}
         if not self.rules or reserved & set(self.rules):
             raise ConfigurationError(
@@ -538,8 +546,8 @@ def _stored(sources: Sequence[tuple[str | None, str, Signature]], missed: Specs)
             assert spec is not None
             stored[path][holder, slot] = spec
     for path, spec in missed.items():
-        if spec is None or spec.shape != ():
-            raise StateError(f"{path!r}: its 'missed' must be a 0-d tensor")
+        if spec is None or spec.shape != () or spec.dtype.is_complex:
+            raise StateError(f"{path!r}: its 'missed' must be a 0-d tensor of integers")
     return stored
 
 

@@ -11,13 +11,23 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from types import UnionType
+from typing import Any, TypeAlias, get_args
 
 from torch import Tensor, nn
 from torch import dtype as Dtype
 
 from fmuon.auxiliary import adamw, nadamw
-from fmuon.base import ConfigurationError, Matrix, Scalar, Transformation, lookup, near_misses
+from fmuon.base import (
+    ConfigurationError,
+    FMuonError,
+    Matrix,
+    Scalar,
+    Transformation,
+    is_number,
+    lookup,
+    near_misses,
+)
 from fmuon.coefficients import COEFFICIENTS, CoefficientSet
 from fmuon.functional import muon
 from fmuon.orthogonalize import NewtonSchulz
@@ -50,7 +60,14 @@ class Preset:
         self, lr: Scalar | None = None, *, params: Any = None, **options: Any
     ) -> Transformation:
         """`muon` with the values of this row; `params` is the model, for rows that look at it."""
-        return muon(**self.values(params, **({} if lr is None else {"lr": lr}) | options))
+        given = ({} if lr is None else {"lr": lr}) | options
+        try:
+            return muon(**self.values(params, **given))
+        except ConfigurationError as error:
+            # What the row calls differently is named as it was given.
+            if any(name in str(error) for name in (self.row.__name__, *given)):
+                raise
+            raise ConfigurationError(f"{self._said(given)}: {error}") from error
 
     def values(self, params: Any = None, **options: Any) -> Values:
         """The values for `muon`, those in `options` first."""
@@ -63,9 +80,34 @@ class Preset:
                 f"those of fmuon.muon"
             )
         own = {name: options.pop(name) for name in names & set(options)}
-        if "params" in names:
-            own["params"] = params
-        return self.row(**own) | options
+        self._check(own)
+        given = own | ({"params": params} if "params" in names else {})
+        try:
+            return self.row(**given) | options
+        except FMuonError:
+            raise
+        except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
+            raise ConfigurationError(f"{self._said(own)}: {error}") from error
+
+    def _said(self, own: Mapping[str, Any]) -> str:
+        arguments = ", ".join(f"{name}={value!r:.80}" for name, value in own.items())
+        return f"preset {self.row.__name__!r} with {arguments or 'its defaults'}"
+
+    def _check(self, own: Mapping[str, Any]) -> None:
+        """Refuse arguments of another type than the row says; a bool is no number."""
+        parameters = inspect.signature(self.row).parameters
+        for name, value in own.items():
+            annotation = parameters[name].annotation
+            kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+            if not all(kind in (bool, int, float, str, Dtype, type(None)) for kind in kinds):
+                continue
+            fits = any(
+                is_number(value, whole=kind is int) if kind in (int, float) else type(value) is kind
+                for kind in kinds
+            )
+            if not fits:
+                wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in kinds)
+                raise ConfigurationError(f"{self._said({name: value})}; give a {wanted}")
 
 
 PRESETS: dict[str, Preset] = {}
@@ -192,6 +234,11 @@ class _OptaxLabels:
 def _matrix(numbers: Any) -> Matrix:
     if isinstance(numbers, Matrix):
         return numbers
+    if not (hasattr(numbers, "output_axis") and hasattr(numbers, "reduction_axis")):
+        raise ConfigurationError(
+            f"muon_weight_dimension_numbers: {numbers!r} for a leaf; give None, a fmuon.Matrix, or "
+            f"what has a reduction_axis and an output_axis"
+        )
     fan_out, fan_in = (
         axes if isinstance(axes, int) else tuple(axes)
         for axes in (numbers.output_axis, numbers.reduction_axis)
@@ -239,8 +286,8 @@ def _by_leaf(tree: Any) -> Callable[[str, Tensor], Any]:
     if callable(tree):
         if not is_mask(tree):
             raise ConfigurationError(
-                "a callable of the whole tree, as optax takes it; give one of a leaf, (path, "
-                "tensor) -> value, or the tree itself"
+                "weight_decay_mask or muon_weight_dimension_numbers: a callable of the whole tree, "
+                "as optax takes it; give one of a leaf, (path, tensor) -> value, or the tree itself"
             )
         return tree
     values = dict(_entries(tree, ""))

@@ -2,6 +2,7 @@
 """Numbers, 0-d tensors, schedules and per-leaf dicts -> float64 tensors on the leaves' device."""
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -23,7 +24,8 @@ def check_scalar(name: str, value: Any) -> None:
             check_scalar(f"{name}[{path!r}]", entry)
     elif isinstance(value, int | float):
         unit = name.split("[")[0] in _UNIT_INTERVAL
-        if not 0 <= value < (1 if unit else float("inf")):
+        # Ints beyond the largest float can't be computed with.
+        if not (0 <= value < 1 if unit else 0 <= value <= sys.float_info.max):
             allowed = "in [0, 1)" if unit else "finite and not negative"
             raise ConfigurationError(f"{name}={value}: must be {allowed}")
     elif isinstance(value, Tensor):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fmuon.balance import reduced
-from fmuon.base import ConfigurationError, LeafError, Stack, View, lookup
+from fmuon.base import ConfigurationError, LeafError, Stack, View, check_number, lookup
 from fmuon.momentum import debias, root
 
 
@@ -126,10 +126,8 @@ SECOND_MOMENTS: dict[str, Callable[[], SecondMoment]] = {"normuon": NorMuon, "ad
 
 def _check(method: SecondMoment) -> None:
     name = type(method).__name__
-    if not 0 <= method.beta < 1:
-        raise ConfigurationError(f"{name}: beta={method.beta} must be in [0, 1)")
-    if not method.eps >= 0:
-        raise ConfigurationError(f"{name}: eps={method.eps} must not be negative")
+    check_number(f"{name}: beta", method.beta, below=1)
+    check_number(f"{name}: eps", method.eps)
 
 
 def _mean(x: Stack, axis: int) -> Tensor:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fmuon.base import ConfigurationError, Stack
+from fmuon.base import ConfigurationError, Stack, is_number
 from fmuon.orthogonalize import Work, on_wide_stack, with_unit_entries
 from fmuon.rational import Rational, best_rational
 from fmuon.symmetric import gram, sum_of_grams, writes_blocks
@@ -48,10 +48,12 @@ class Zolotarev:
     function: Rational = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.poles <= 8:
-            raise ConfigurationError(f"poles={self.poles}: give 1 to 8")
-        if not 1e-7 <= self.lower < 1:
-            raise ConfigurationError(f"lower={self.lower}: give a number from 1e-7 to 1, without 1")
+        if not (is_number(self.poles, whole=True) and 1 <= self.poles <= 8):
+            raise ConfigurationError(f"poles={self.poles!r}: give 1 to 8")
+        if not (is_number(self.lower) and 1e-7 <= self.lower < 1):
+            raise ConfigurationError(
+                f"lower={self.lower!r}: give a number from 1e-7 to 1, without 1"
+            )
         object.__setattr__(self, "function", best_rational(self.poles, self.lower))
 
     def __call__(self, x: Tensor, /) -> Tensor:

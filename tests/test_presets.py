@@ -202,12 +202,14 @@ def test_errors_name_the_argument():
 unknown ns_coeffs 'keller'; known: 'standard', 'dion'
 ns_coeffs: 4 rows, more than ns_steps=3
 ns_coeffs: (1.0, 2.0); every row has three numbers
-unknown normalization 'svd'; known: 'frobenius', 'spectral', 'schatten', 'aol'
+preset 'optax' with lr=0.1, preconditioning='svd': unknown normalization 'svd';
+known: 'frobenius', 'spectral', 'schatten', 'aol'
 unknown adjust_lr_fn 'rms'; known: 'original', 'match_rms_adamw',
 'spectral_unclamped'
 unknown adjust_lr 'rms'; known: 'spectral_norm', 'rms_norm', 'none'
 NorMuon: axis='columns'; known: 'rows', 'long'
-adamw: betas=(1.0, 0.9) must be two numbers in [0, 1)
+preset 'jordan' with lr=0.1, adam_betas=(1.0, 0.9): adamw: betas=(1.0, 0.9) must
+be two numbers in [0, 1)
 'w': the tree {'a': True} has no value for this leaf""",
     )
 
@@ -296,8 +298,9 @@ def test_foreign_arguments_are_answered_with_the_rows_own():
             )
         ),
         """\
-a callable of the whole tree, as optax takes it; give one of a leaf, (path,
-tensor) -> value, or the tree itself
+weight_decay_mask or muon_weight_dimension_numbers: a callable of the whole
+tree, as optax takes it; give one of a leaf, (path, tensor) -> value, or the
+tree itself
 preset 'moonlight' has no argument 'n_steps'; did you mean 'ns_steps'?; its own
 are adamw_betas, adamw_eps, lr, momentum, nesterov, ns_steps, wd, and those of
 fmuon.muon

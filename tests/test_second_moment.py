@@ -132,9 +132,9 @@ def test_errors():
             )
         ),
         """\
-NorMuon: beta=1.0 must be in [0, 1)
+NorMuon: beta=1.0: give a number that is not negative and below 1
 NorMuon: axis='columns'; known: 'rows', 'long'
-NorMuon: eps=-1.0 must not be negative
+NorMuon: eps=-1.0: give a number that is not negative and finite
 unknown second_moment 'adam'; known: 'normuon', 'adamuon'; did you mean
 'adamuon'?
 second_moment=0.95; known: None, a fmuon.NorMuon or fmuon.AdaMuon, 'normuon',
