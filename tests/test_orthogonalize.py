@@ -265,7 +265,8 @@ def test_errors_name_what_is_known():
         """unknown dtype 'bf16'; known: 'auto', 'float32', 'float64', 'bfloat16', 'float16'; did you mean 'bfloat16'?""",
     )
     assert_expected_inline(
-        message(fmuon.NewtonSchulz, eps=-1.0), """eps=-1.0: give a number that is not negative and finite"""
+        message(fmuon.NewtonSchulz, eps=-1.0),
+        """eps=-1.0: give a number that is not negative and finite""",
     )
     assert_expected_inline(
         message(EXACT, torch.ones(3)),

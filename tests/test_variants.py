@@ -398,7 +398,7 @@ decay='l2'; known: 'decoupled', 'independent', 'squared', 'cautious',
 equilibrate='row'; known: None, 'rows', 'columns', 'rows_and_columns', 'sign'
 renormalize=True; known: None, 'rows', 'columns', 'rows_columns',
 'columns_rows', 'frobenius'
-AdaMuon: beta=1.0 must be in [0, 1)
+AdaMuon: beta=1.0: give a number that is not negative and below 1
 unknown form 'X'; known: 'R', 'C', 'RC'
 unknown norm_mode 'rows'; known: 'row', 'col', 'row_col', 'col_row'; did you
 mean 'row'?""",
