@@ -131,6 +131,8 @@ def main() -> None:
     says(f"validation loss {run.validate(validation):.4f}")
     run.train(training, until=size.steps)
     says(f"validation loss {run.validate(validation):.4f} after {run.step} steps")
+    # A thread of gloo that still holds a tensor when Python ends aborts the process.
+    dist.barrier()
     dist.destroy_process_group()
 
 
