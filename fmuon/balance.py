@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fmuon.base import Stack
-from fmuon.orthogonalize import with_unit_entries
+from fmuon.orthogonalize import largest_entry, with_unit_entries
 
 Balance: TypeAlias = Callable[[Stack, Sequence[bool]], Stack]
 
@@ -60,12 +60,19 @@ def _unit_rows_and_columns(x: Stack, tall: Sequence[bool]) -> Stack:
 
 
 def _before(balance: Balance) -> Balance:
-    """Of entries of any size."""
-    return lambda x, tall: balance(with_unit_entries(x), tall)
+    """Of entries of any size, and with the Frobenius norm that it had."""
+
+    def balanced(x: Stack, tall: Sequence[bool]) -> Stack:
+        unit = with_unit_entries(x)
+        even = balance(unit, tall)
+        return even * (_norm(unit, (-2, -1)) / _norm(even, (-2, -1))) * largest_entry(x)
+
+    return balanced
 
 
 EQUILIBRATIONS: dict[str, Balance] = {
-    # The forms R, C and RC of MuonEq [Chang et al. 2026, arXiv 2603.28254].
+    # The forms R, C and RC of MuonEq [Chang et al. 2026, arXiv 2603.28254] times a number, which
+    # only the eps of an orthogonaliser sees.
     "rows": _before(_unit_rows),
     "columns": _before(_unit_columns),
     "rows_and_columns": _before(_unit_rows_and_columns),

@@ -6,11 +6,10 @@ of `fmuon.muon`. `fmuon.presets.jordan(lr, **options)` is `muon` with the values
 `options` are arguments of the row, or options of `muon`, which replace what the row says.
 """
 
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Any, TypeAlias, get_args
 
@@ -524,28 +523,35 @@ def _moonlike(lr: Scalar, weight_decay: float, momentum: Scalar, nesterov: bool)
     }
 
 
-@_preset("github.com/Chongjie-Si/AdaMuon 3b84e03, adamuon.py")
+@_preset("github.com/Chongjie-Si/AdaMuon 369f0b3, gpt2/models/optimizers/adamuon.py")
 def adamuon(
     lr: Scalar = 0.02,
     weight_decay: float = 0.01,
     momentum: float = 0.95,
     nesterov: bool = True,
     ns_steps: int = 5,
-    beta2: float = 0.999,
     eps: float = 1e-8,
-    sign: bool = False,
 ) -> Values:
-    """The authors' code, for matrices of two axes; with `sign` the algorithm of the paper.
+    """The authors' code: signs of the momentum orthogonalised, evened out entry by entry.
 
-    That one orthogonalises the signs of the momentum.
+    The second moment decays as the momentum does. A convolution is one matrix.
     """
     return _moonlike(lr, weight_decay, momentum, nesterov) | {
         "orthogonalize": NewtonSchulz(
             "jordan", steps=ns_steps, dtype="bfloat16", eps=1e-7, norm="add"
         ),
-        "equilibrate": "sign" if sign else None,
-        "second_moment": AdaMuon(beta2, eps),
+        "equilibrate": "sign",
+        "second_moment": AdaMuon(momentum, eps, bias_correction=False),
+        "labels": _adamuon_view,
     }
+
+
+def _adamuon_view(path: str, leaf: Tensor) -> Matrix | None:
+    if leaf.ndim != 4:
+        return _stack_view(path, leaf)
+    # Their norm is 0.2 sqrt(shortest axis times longest).
+    short = min(leaf.shape[0], math.prod(leaf.shape[1:]))
+    return Matrix(0, (1, 2, 3), scale=0.2 * math.sqrt(min(leaf.shape) * max(leaf.shape) / short))
 
 
 @_preset("arXiv 2603.28254 (MuonEq)")
@@ -585,23 +591,28 @@ def muon_plus(
     }
 
 
-@_preset("github.com/karpathy/nanochat 0e4b3fa, MuonAdamW")
+@_preset("github.com/karpathy/nanochat 92d63d4, nanochat/optim.py")
 def nanochat(
     lr: Scalar = 0.02,
-    weight_decay: Scalar = 0.0,
+    weight_decay: Scalar | Callable[[str, Tensor], float] = 0.0,
     momentum: Scalar = 0.95,
-    beta2: float = 0.95,
-    adam_lr: float = 1e-3,
-    adam_betas: tuple[float, float] = (0.8, 0.95),
+    ns_steps: int = 5,
+    beta2: float = 0.9,
+    adam_lr: float = 0.004,
+    adam_betas: tuple[float, float] = (0.8, 0.96),
     adam_eps: float = 1e-10,
     adam_weight_decay: float = 0.0,
 ) -> Values:
     """Rows made equal, Polar Express, the norm of an exact factor, NorMuon, cautious decay.
 
-    Leaves of more axes are stacks of matrices. The schedules of rate, decay and momentum are the
-    caller's: `momentum=lambda step: 0.85 + 0.1 * (step / 300).clamp(max=1)`.
+    Leaves of more axes are stacks of matrices; the `adam_*` are those of its output head, and a
+    dict of rules as `auxiliary` gives other leaves theirs. Two things of its decay are not matched:
+    that of a tall matrix is multiplied by its scale there (a callable (path, tensor) -> number
+    can say so), and that of AdamW is not cautious. The schedules of rate, decay and momentum are
+    the caller's: `momentum=lambda step: 0.85 + 0.12 * (step / 400).clamp(max=1)`.
     """
-    express = dataclasses.replace(COEFFICIENTS["polar_express_nanogpt"], norm_safety=1.01)
+    express = COEFFICIENTS["polar_express_nanogpt"]
+    express = replace(express, published=express.published[:ns_steps], norm_safety=1.01)
     return {
         "lr": lr,
         "momentum": momentum,
@@ -609,9 +620,9 @@ def nanochat(
         "weight_decay": weight_decay,
         "decay": "cautious",
         "equilibrate": "rows",
-        "orthogonalize": NewtonSchulz(express, dtype="bfloat16"),
+        "orthogonalize": NewtonSchulz(express, dtype="bfloat16", eps=1e-6, norm="add"),
         "renormalize": "frobenius",
-        "second_moment": NorMuon(beta2, axis="long"),
+        "second_moment": NorMuon(beta2, "long", eps=1e-10, norm="clamp", root="clamp"),
         "scale": "original",
         "auxiliary": adamw(adam_betas, eps=adam_eps, lr=adam_lr, weight_decay=adam_weight_decay),
         "labels": _stack_view,

@@ -33,19 +33,22 @@ class NorMuon:
             side, which are the rows of a square one.
         eps: guards the two divisions.
         norm: how it guards that by |P|: "add" divides by |P| + eps, "clamp" by max(|P|, eps).
+        root: how it guards that by sqrt(v'): "add" as above, "clamp" divides by sqrt(max(v', eps)).
     """
 
     beta: float = 0.95
     axis: str = "rows"
     eps: float = 1e-10
     norm: str = "add"
+    root: str = "add"
 
     def __post_init__(self) -> None:
         _check(self)
         if self.axis not in ("rows", "long"):
             raise ConfigurationError(f"NorMuon: axis={self.axis!r}; known: 'rows', 'long'")
-        if self.norm not in ("add", "clamp"):
-            raise ConfigurationError(f"NorMuon: norm={self.norm!r}; known: 'add', 'clamp'")
+        for name in ("norm", "root"):
+            if (value := getattr(self, name)) not in ("add", "clamp"):
+                raise ConfigurationError(f"NorMuon: {name}={value!r}; known: 'add', 'clamp'")
 
     def shape(self, path: str, view: View) -> tuple[int, ...]:
         """The shape of what is kept of a leaf; raises `LeafError` where blocks are in the way."""
@@ -77,7 +80,8 @@ class NorMuon:
         over_short = [short < long] * len(tall) if self.axis == "long" else tall
         mean = reduced(_mean, factor * factor, over_short).expand_as(factor)
         moment = torch.lerp(moment, mean, 1 - self.beta)
-        even = factor / (root(moment) + self.eps)
+        clamps = self.root == "clamp"
+        even = factor / (root(moment.clamp(min=self.eps)) if clamps else root(moment) + self.eps)
         size = _norm(even)
         size = size + self.eps if self.norm == "add" else size.clamp(min=self.eps)
         return even * (_norm(factor) / size), moment
@@ -88,16 +92,19 @@ class AdaMuon:
     """The factor O divided, entry by entry, by its root mean square over time.
 
     With v' = b v + (1 - b) O^2 and P = O / (sqrt(v' / (1 - b^t)) + eps), the factor becomes
-    sqrt(min(m, n)) P / (|P| + eps). [Si et al. 2025, arXiv 2507.11005, algorithm 1, with the bias
-    correction of the authors' code]
+    sqrt(min(m, n)) P / (|P| + eps). [Si et al. 2025, arXiv 2507.11005, algorithm 1, whose sign of
+    what is orthogonalised is `equilibrate="sign"`]
 
     Args:
         beta: decay b of the average.
         eps: guards the two divisions.
+        bias_correction: whether v' is divided by 1 - b^t; the norm makes up for it but for eps, and
+            the authors' code does without.
     """
 
     beta: float = 0.999
     eps: float = 1e-8
+    bias_correction: bool = True
 
     def __post_init__(self) -> None:
         _check(self)
@@ -115,8 +122,10 @@ class AdaMuon:
     ) -> tuple[Stack, Stack]:
         """(O, v) -> (new O, v'), as for `NorMuon`."""
         moment = torch.lerp(moment, factor * factor, 1 - self.beta)
-        correction = debias(torch.full_like(t, self.beta), t).to(factor.dtype)
-        even = factor / (root(moment / correction) + self.eps)
+        mean = moment
+        if self.bias_correction:
+            mean = moment / debias(torch.full_like(t, self.beta), t).to(factor.dtype)
+        even = factor / (root(mean) + self.eps)
         return even * (math.sqrt(factor.shape[-2]) / (_norm(even) + self.eps)), moment
 
 

@@ -239,10 +239,9 @@ def test_the_bias_correction_of_a_schedule_is_that_of_its_current_value():
 # ---- presets -------------------------------------------------------------------------------------
 
 PRESETS = {
-    "adamuon": ({}, {"second": "adamuon", "scale": "match_rms_adamw", "beta2": 0.999}, 0.01),
-    "adamuon, sign": (
-        {"sign": True},
-        {"second": "adamuon", "before": "sign", "scale": "match_rms_adamw", "beta2": 0.999},
+    "adamuon": (
+        {},
+        {"second": "adamuon", "before": "sign", "scale": "match_rms_adamw", "beta2": 0.95},
         0.01,
     ),
     "muon_eq": ({}, {"before": "rows", "scale": "match_rms_adamw"}, 0.1),
@@ -256,7 +255,7 @@ PRESETS = {
         {"weight_decay": 0.1},
         {
             "before": "rows", "after": "frobenius", "second": "normuon, long", "decay": "cautious",
-            "scale": "original", "beta2": 0.95, "safety": 1.01,
+            "scale": "original", "beta2": 0.9, "safety": 1.01,
             "coefficients": (
                 (8.156554524902461, -22.48329292557795, 15.878769915207462),
                 (4.042929935166739, -2.808917465908714, 0.5000178451051316),

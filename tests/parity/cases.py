@@ -511,7 +511,31 @@ def golden_many(preset, record, options):
     return found
 
 
-GOLDEN = {"dion": dion_options, "normuon": normuon_options, "moonlight": moonlight_options}
+def adamuon_options(record):
+    return {k: v for k, v in record["options"].items() if k != "lr"}
+
+
+def nanochat_options(record):
+    options = record["options"]
+    if options["kind"] == "muon":
+        taken = {k: options[k] for k in ("momentum", "ns_steps", "beta2")}
+        return taken | {"weight_decay": partial(_scaled_decay, options["weight_decay"])}
+    return {f"adam_{k}": options[k] for k in ("lr", "betas", "eps", "weight_decay")}
+
+
+def _scaled_decay(decay, path, leaf):
+    """Its decay is multiplied by the shape scale."""
+    rows, columns = leaf.shape[-2:]
+    return decay * math.sqrt(max(1, rows / columns))
+
+
+GOLDEN = {
+    "dion": dion_options,
+    "normuon": normuon_options,
+    "moonlight": moonlight_options,
+    "adamuon": adamuon_options,
+    "nanochat": nanochat_options,
+}
 
 
 def golden_records():
@@ -545,7 +569,8 @@ def golden_cases():
             by_leaf = {name: largest for name, (_, largest) in record.get("own", {}).items()}
         yield case(
             title, BOUNDS[products], run_case, by_leaf=by_leaf,
-            amplifies=products == "bfloat16" and record["options"].get("use_polar_express", False),
+            amplifies=products == "bfloat16"
+            and (preset == "nanochat" or record["options"].get("use_polar_express", False)),
         )  # fmt: skip
 
 

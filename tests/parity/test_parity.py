@@ -58,7 +58,7 @@ def test_every_case_has_a_name_of_its_own():
 @pytest.mark.parametrize("products", ["float64", "float32"])
 def test_every_preset_is_compared(products):
     # These are compared with their formulas in tests/test_presets.py and tests/test_variants.py.
-    formulas = {"muon_with_aux_adam", "adamuon", "muon_eq", "muon_plus", "nanochat"}
+    formulas = {"muon_with_aux_adam", "muon_eq", "muon_plus"}
     found = {case.preset for case in CASES.values() if case.products == products}
     assert found == set(PRESETS) - formulas
 
