@@ -59,7 +59,9 @@ def train(task: Digits, rule: str, width: int, lr: float, seed: int) -> float:
     return loss_and_accuracy(task, model, task.held_out("reported"))[0]
 
 
-def sweep(task: Digits, rule: str, widths: Sequence[int]) -> dict[int, dict[float, float]]:
+def sweep(
+    task: Digits, rule: str, widths: Sequence[int], seeds: Sequence[int]
+) -> dict[int, dict[float, float]]:
     """Width -> learning rate -> mean loss over the seeds."""
     losses: dict[int, dict[int, float]] = {width: {} for width in widths}
     first, last = EXPONENTS[0], EXPONENTS[-1]
@@ -68,7 +70,7 @@ def sweep(task: Digits, rule: str, widths: Sequence[int]) -> dict[int, dict[floa
             for k in range(first, last + 1):
                 if k not in own:
                     own[k] = statistics.fmean(
-                        train(task, rule, width, 2.0**k, seed) for seed in SEEDS
+                        train(task, rule, width, 2.0**k, seed) for seed in seeds
                     )
                     print(f"{rule:16} {width:4}  lr 2^{k:<4} {own[k]:.4f}", flush=True)
         best = {min(own, key=lambda k: rank(own[k])) for own in losses.values()}
@@ -112,15 +114,15 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     stamp = environment("scales.py")
     task = Digits("digits, multilayer perceptron", 20 if arguments.smoke else 100, 0, 0.0, rates=0)
-    widths = (8, 16) if arguments.smoke else WIDTHS
+    widths, seeds = ((8, 16), (0,)) if arguments.smoke else (WIDTHS, SEEDS)
     loss = {
         rule: {
             width: {digits(lr): finite(value) for lr, value in line.items()}
-            for width, line in sweep(task, rule, widths).items()
+            for width, line in sweep(task, rule, widths, seeds).items()
         }
         for rule in SCALES
     }
-    record = {"environment": stamp, "steps": task.steps, "batch": task.batch, "seeds": SEEDS}
+    record = {"environment": stamp, "steps": task.steps, "batch": task.batch, "seeds": seeds}
     text = json.dumps(record | {"loss": loss}, indent=1)
     (arguments.out / "scales.json").write_text(text + "\n")
     draw(arguments.out / "scales.png", json.loads(text))

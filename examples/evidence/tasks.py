@@ -234,7 +234,7 @@ TASKS: dict[str, Task] = {
     ),
 }
 SMOKE: dict[str, Task] = {
-    "gpt-64": ByteGPT("tiny GPT", 20, 5, 8e-3, rates=3, weight_decays=(0.1,)),
+    "gpt-64": ByteGPT("tiny GPT", 20, 5, 8e-3, rates=4, weight_decays=(0.1,)),
     "digits": Digits("digits, convnet", 20, 5, 4e-3, rates=3, weight_decays=(0.0,)),
     "fine-tune": FineTune(
         "untrained BERT", 8, 4, 1e-3, 2.0, 3, (0.0,), lines=80, batch=4, frozen=1, pretrained=False
