@@ -42,7 +42,7 @@ def record(steps: int = 60) -> dict[str, Any]:
     """A short run with FMuon, as this example reads it."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
-    model.append(nn.Linear(64, 4))
+    model.add_module("head", nn.Linear(64, 4))
     x = torch.randn(2048, 16)
     y = torch.sin(x[:, :4] + x[:, 4:8] * x[:, 8:12])
     optimizer = fmuon.FMuon(model, lr=1e-2, metrics=("update_rms", "orthogonality"))

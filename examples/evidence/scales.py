@@ -30,7 +30,7 @@ from train_gpt import warmup_cosine
 import fmuon
 from fmuon.scaling import SCALES
 
-WIDTHS = (16, 32, 64, 128, 256)
+WIDTHS = (16, 64, 256)
 SEEDS = (0, 1)
 EXPONENTS = range(-6, 1)  # of 2, the rates to begin with
 
@@ -113,7 +113,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     stamp = environment("scales.py")
-    task = Digits("digits, multilayer perceptron", 20 if arguments.smoke else 100, 0, 0.0, rates=0)
+    task = Digits("digits, multilayer perceptron", 20 if arguments.smoke else 60, 0, 0.0, rates=0)
     widths, seeds = ((8, 16), (0,)) if arguments.smoke else (WIDTHS, SEEDS)
     loss = {
         rule: {
