@@ -70,6 +70,32 @@ def test_the_tables_are_those_of_the_committed_records(page, monkeypatch):
     assert "Not recorded" not in text
 
 
+def test_the_tables_of_the_evidence_are_those_of_the_committed_records(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "evidence"))
+    import page
+
+    text = page.PAGE.read_text()
+    assert page.rendered(text) == text
+    for name, block in page.BLOCKS.items():
+        assert f"<!-- {name} -->\n{block()}\n<!-- end -->" in text
+    titles = {record["title"] for record in page.read_tasks().values()}
+    assert len(titles) == len(page.NAMES) and all(f"| {title} |" in text for title in titles)
+    # What stands outside of the tables names no numbers of its own.
+    prose = re.sub(
+        r"<!-- \w+ -->.*?<!-- end -->|^```.*?^```|\([^)]*\)", "", text, flags=re.S | re.M
+    )
+    assert re.findall(r"\d\.\d|\d%", prose) == []
+
+
+def test_the_pictures_and_links_of_the_evidence_exist():
+    page = ROOT / "docs" / "evidence.md"
+    targets = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
+    for picture in (ROOT / "examples" / "results" / "evidence").glob("*.png"):
+        assert picture.stat().st_size < 300_000
+
+
 def test_the_commands_are_targets_that_set_themselves_up():
     makefile = (ROOT / "Makefile").read_text()
     commands = [block.strip() for block in blocks("sh")]

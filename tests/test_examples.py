@@ -22,9 +22,9 @@ def needs(*packages):
     return pytest.mark.skipif(bool(absent), reason=f"needs {', '.join(absent)}")
 
 
-def smoke(name, folder):
+def smoke(name, folder, *arguments):
     """What an example prints, and its warnings."""
-    command = [sys.executable, EXAMPLES / f"{name}.py", "--smoke"]
+    command = [sys.executable, EXAMPLES / f"{name}.py", "--smoke", *arguments]
     run = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout, run.stderr
@@ -256,3 +256,89 @@ def test_fsdp2_a_run_goes_on_with_another_number_of_processes(tmp_path):
         loaded, resumed = numbers(losses, again)
         assert loaded == pytest.approx(halfway, abs=2e-4)
         assert resumed == pytest.approx(end, abs=5e-3)
+
+
+def test_report_draws_what_it_recorded_and_what_train_gpt_did(tmp_path):
+    printed, _ = smoke("report", tmp_path)
+    assert printed == f"{Path('out') / 'report.png'}\n"
+    metrics = json.loads((tmp_path / "out" / "report.json").read_text())["metrics"]
+    assert metrics["orthogonality"].keys() == {"0.weight", "2.weight"}
+    assert {len(x) for x in metrics["update_rms"].values()} == {len(metrics["steps"])} == {12}
+    command = [sys.executable, EXAMPLES / "report.py", EXAMPLES / "results" / "curves.json"]
+    subprocess.run([*command, "--out", tmp_path / "curves.png"], check=True, capture_output=True)
+    for picture in (tmp_path / "out" / "report.png", tmp_path / "curves.png"):
+        assert picture.stat().st_size > 10_000
+
+
+def check_compared(record):
+    """Equal grids, no best at an edge, every seed a run that learned."""
+    by_optimizer = {kind: {} for kind in ("AdamW", "torch.optim.Muon", "FMuon")}
+    for row in record["grid"]:
+        by_optimizer[row["optimizer"]][row["lr"], row["weight_decay"]] = row["loss"]
+    grid, *others = by_optimizer.values()
+    assert all(other.keys() == grid.keys() for other in others)
+    rates = sorted({lr for lr, _ in grid})
+    for kind, losses in by_optimizer.items():
+        known = {setting: loss for setting, loss in losses.items() if loss is not None}
+        lr, decay = min(known, key=known.__getitem__)
+        assert record["best"][kind] == {"lr": lr, "weight_decay": decay}
+        assert rates[0] < lr < rates[-1]
+        assert [run["seed"] for run in record["curves"][kind]] == record["seeds"]
+        for run in record["curves"][kind]:
+            first, *_, last = run["validation_loss"].values()
+            assert last < first
+    assert record["tuning_seed"] not in record["seeds"]
+
+
+@needs("sklearn")
+def test_evidence_tunes_all_alike_and_the_seeds_fix_the_results(tmp_path):
+    printed, _ = smoke("evidence/compare", tmp_path, "digits", "gpt-64")
+    assert "digits: digits, convnet, 20 steps" in printed
+    first = json.loads((tmp_path / "out" / "digits.json").read_text())
+    gpt = json.loads((tmp_path / "out" / "gpt-64.json").read_text())
+    check_compared(first)
+    check_compared(gpt)
+    # Convolutions are Muon's, too; the head is not.
+    assert "convolution1.weight" in first["metrics"]["orthogonality"]
+    assert not {"head.weight", "tokens.weight"} & {
+        *first["metrics"]["orthogonality"], *gpt["metrics"]["orthogonality"]
+    }  # fmt: skip
+    smoke("evidence/compare", tmp_path, "digits")
+    again = json.loads((tmp_path / "out" / "digits.json").read_text())
+    for record in (first, again):
+        del record["environment"]["load"]
+        for runs in record["curves"].values():
+            for run in runs:
+                del run["seconds"]
+    assert again == first
+    command = [sys.executable, EXAMPLES / "report.py", tmp_path / "out" / "gpt-64.json"]
+    subprocess.run(command, check=True, capture_output=True)
+    assert (tmp_path / "out" / "gpt-64.png").stat().st_size > 10_000
+
+
+@needs("transformers")
+def test_evidence_fine_tunes_with_frozen_layers(tmp_path):
+    smoke("evidence/compare", tmp_path, "fine-tune")
+    record = json.loads((tmp_path / "out" / "fine-tune.json").read_text())
+    trained = record["metrics"]["orthogonality"]
+    assert trained and not [leaf for leaf in trained if "layer.0." in leaf or "embed" in leaf]
+
+
+@needs("sklearn")
+def test_evidence_finds_the_best_rate_of_every_scale_rule_and_width(tmp_path):
+    smoke("evidence/scales", tmp_path)
+    record = json.loads((tmp_path / "out" / "scales.json").read_text())
+    assert record["loss"].keys() == {"original", "match_rms_adamw", "spectral", "none"}
+    for widths in record["loss"].values():
+        assert widths.keys() == {"8", "16"}
+        for line in widths.values():
+            losses = [loss for loss in line.values() if loss is not None]
+            assert min(losses) < losses[0] and min(losses) < losses[-1]
+    assert (tmp_path / "out" / "scales.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("name", ["gpt-64", "gpt-128", "digits", "fine-tune"])
+def test_evidence_that_is_committed_was_tuned_alike(name):
+    path = EXAMPLES / "results" / "evidence" / f"{name}.json"
+    check_compared(json.loads(path.read_text()))
+    assert path.stat().st_size < 300_000
