@@ -642,7 +642,7 @@ def muon(
         weight_decay: decoupled, not multiplied by the shape scale: -lr weight_decay W is added. A
             callable (path, tensor) -> number masks it leaf by leaf.
         decay: "decoupled", or "cautious": only entries that the rest of the update doesn't push
-            away from zero decay [Chen et al. 2025, arXiv 2510.12402].
+            away from zero decay [Chen et al. 2025, arXiv 2510.12402, algorithm 1].
         orthogonalize: a method or its name in `fmuon.methods.METHODS`.
         adaptive: multiply the factor O of a leaf by <U, O>, the dual norm of what is
             orthogonalised, so that the update grows with the gradient
