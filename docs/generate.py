@@ -25,12 +25,16 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-sys.path[:0] = [str(DOCS), str(ROOT / "benchmarks")]
+FOLDERS = [str(DOCS), str(ROOT / "benchmarks")]
+sys.path[:0] = FOLDERS
 
 import catalogue  # noqa: E402
 import house  # noqa: E402
 import tables  # noqa: E402
 import torch  # noqa: E402
+
+# Other programs, such as the tests, have modules of the same names.
+del sys.path[: len(FOLDERS)]
 
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

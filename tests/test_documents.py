@@ -21,6 +21,8 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import generate  # noqa: E402
 
+del sys.path[0]  # modules of other tests are called like some of the benchmarks
+
 README = (ROOT / "README.md").read_text()
 PAGES = {name: path.read_text() for name, path in generate.pages().items()}
 BESIDES = ["CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md"]
@@ -53,7 +55,6 @@ def test_the_drawing_of_the_house_is_that_of_the_floor_plan():
     ("page", "number"),
     [
         ("docs/walk.md", r"\[\d\.\d{3}(\d), "),
-        ("docs/low-bit.md", r"stochastic  0\.\d{3}(\d)"),
         ("docs/options.md", r"`0\.9(5)`"),
         ("docs/options.md", r"0\.\d\d(\d) to "),
         ("README.md", r"\| \d+\.(\d) \("),
