@@ -3,7 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-all test-kernels test-torchtune test-torchtitan parity clients check mutants fuzz soak clean
+.PHONY: demo test test-all test-kernels test-torchtune test-torchtitan parity clients check mutants \
+  fuzz soak docs pages dist clean
 
 demo: .venv/examples ## train a byte-level GPT with Muon and AdamW
 	$(BIN)/python examples/train_gpt.py
@@ -40,7 +41,23 @@ check: .venv/dev ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-.venv/examples .venv/test .venv/parity .venv/clients .venv/dev: pyproject.toml constraints.txt
+docs: .venv/docs ## the site, into build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+pages: .venv/test ## write anew what pages take from code and records
+	$(BIN)/python docs/generate.py
+
+dist: .venv/dev ## wheel and sdist into dist/, each installed in a venv of its own and tried
+	rm -rf dist .venv-dist
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build
+	for file in dist/*.whl dist/*.tar.gz; do \
+	  $(PYTHON) -m venv --clear .venv-dist && \
+	  .venv-dist/bin/python -m pip install --quiet --disable-pip-version-check \
+	    -c constraints.txt $$file && \
+	  .venv-dist/bin/python -I tests/installed.py $$file || exit 1; \
+	done
+
+.venv/examples .venv/test .venv/parity .venv/clients .venv/docs .venv/dev: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e ".[$(@F)]"

@@ -33,7 +33,7 @@ def rendered(text: str) -> str:
             continue
         if rows := latest(harness.read(question), key):
             stamps = dict.fromkeys(environment(row["environment"]) for row in rows)
-            text = _between(text, name, "\n\n".join([*stamps, render(rows)]))
+            text = between(text, name, "\n\n".join([*stamps, render(rows)]))
     return text
 
 
@@ -398,11 +398,12 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
 
 
-def _between(text: str, question: str, content: str) -> str:
-    start, end = f"<!-- {question} -->", f"<!-- /{question} -->"
+def between(text: str, name: str, content: str) -> str:
+    """The page with that content between the markers of that name."""
+    start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     pattern = re.compile(f"{re.escape(start)}.*{re.escape(end)}", re.DOTALL)
     if not pattern.search(text):
-        raise SystemExit(f"README.md has no {start} ... {end}")
+        raise SystemExit(f"a page has no {start} ... {end}")
     return pattern.sub(lambda _: f"{start}\n{content}\n{end}", text)
 
 

@@ -111,8 +111,8 @@ def adamw(
 
     [Loshchilov and Hutter 2019, arXiv 1711.05101, algorithm 2]
 
-    With `eps_first` the divisor is (sqrt(v) + eps) / sqrt(1 - b2^t), the order of computation at
-    the end of section 2 of [Kingma and Ba 2015, arXiv 1412.6980].
+    With `eps_first` the divisor is (sqrt(v) + eps) / sqrt(1 - b2^t)
+    [Kingma and Ba 2015, arXiv 1412.6980, section 2, the order of computation at its end].
     """
     slots = ("mu", "nu")
     return Rule(

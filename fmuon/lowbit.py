@@ -37,7 +37,7 @@ class Format(NamedTuple):
 def _encode_int8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Linear in the signed power 0.6, which has finer steps where most of the momentum is.
 
-    Linear quantisation by blocks is that of [Gupta et al. 2025, arXiv 2509.23106].
+    Codes are linear in each block of the rows [Gupta et al. 2025, arXiv 2509.23106, section 3].
     """
     if rows.shape[1] == 1:
         # torchao takes blocks of one element for none.

@@ -19,7 +19,10 @@ def debias(b: Tensor, t: Tensor) -> Tensor:
 
 
 def average(moment: Tensor, grad: Tensor, b: Tensor) -> Tensor:
-    """M' = M + (1 - b) (G - M)."""
+    """M' = M + (1 - b) (G - M).
+
+    [Kingma and Ba 2015, arXiv 1412.6980, algorithm 1]
+    """
     return torch.lerp(moment, grad, (1 - b).to(moment.dtype))
 
 

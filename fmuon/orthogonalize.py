@@ -59,10 +59,12 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class NewtonSchulz:
-    """The quintic Newton-Schulz iteration [Jordan 2024; Bernstein and Newhouse 2024, eq. 4].
+    """The quintic Newton-Schulz iteration: X <- a X + (b A + c A A) X in one step, A = X X^T.
 
-    With A = X X^T, one step is X <- a X + (b A + c A A) X. It is run on the short side and costs
-    4 m^2 n + 2 m^3 flops for an m x n matrix, m <= n.
+    [Jordan 2024, kellerjordan.github.io/posts/muon; Bernstein and Newhouse 2024, arXiv 2409.20325,
+    appendix A]
+
+    It is run on the short side and costs 4 m^2 n + 2 m^3 flops for an m x n matrix, m <= n.
 
     Args:
         coefficients: a name in `fmuon.coefficients.COEFFICIENTS`, or a `CoefficientSet`.
@@ -316,10 +318,12 @@ class Normalization:
 
 
 def _frobenius(x: Stack) -> Tensor:
+    """|X|_F, the root of the sum of squares [Jordan 2024, kellerjordan.github.io/posts/muon]."""
     return torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
 
 
 def _spectral(x: Stack) -> Tensor:
+    """|X|_2, the largest singular value."""
     full = x.to(torch.promote_types(x.dtype, torch.float32))
     # The decomposition refuses a whole stack for one entry that isn't finite.
     full = torch.where(largest_entry(full).isfinite(), full, 0)
@@ -327,19 +331,25 @@ def _spectral(x: Stack) -> Tensor:
 
 
 def _schatten(x: Stack) -> Tensor:
+    """|X X^T|_F^(1/2), the Schatten-4 norm.
+
+    [Grishina, Smirnov and Rakhuba 2025, arXiv 2506.10935]
+    """
     return _frobenius(x @ x.mT)
 
 
 def _row_sums(x: Stack) -> Tensor:
+    """(sum_j |X X^T|_ij)^(1/2) for row i.
+
+    [Prach and Lampert 2022, arXiv 2208.03160, theorem 1; Boissin et al. 2025, arXiv 2512.04632]
+    """
     return (x @ x.mT).abs().sum(-1, keepdim=True)
 
 
 NORMALIZATIONS: dict[str, Normalization] = {
     "frobenius": Normalization(_frobenius),
     "spectral": Normalization(_spectral),
-    # |X X^T|_F^(1/2) [Grishina et al. 2025, arXiv 2506.10935]
     "schatten": Normalization(_schatten, power=2),
-    # (sum_j |X X^T|_ij)^(1/2) [Prach and Lampert 2022; Boissin et al. 2025, arXiv 2512.04632]
     "aol": Normalization(_row_sums, power=2),
 }
 

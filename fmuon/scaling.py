@@ -15,15 +15,19 @@ ScaleRule: TypeAlias = Callable[[int, int], float]
 
 
 def original(fan_out: int, fan_in: int) -> float:
-    """sqrt(max(1, fan_out / fan_in)) [Jordan 2024, the published code]."""
+    """sqrt(max(1, fan_out / fan_in)).
+
+    [Jordan 2024, github.com/KellerJordan/Muon, muon.py]
+    """
     return math.sqrt(max(1.0, fan_out / fan_in))
 
 
 def match_rms_adamw(fan_out: int, fan_in: int) -> float:
-    """0.2 sqrt(max(fan_out, fan_in)), an update RMS of 0.2.
+    """0.2 sqrt(max(fan_out, fan_in)): an update RMS of 0.2.
 
-    A typical AdamW update has an RMS of 0.2 to 0.4, so a learning rate tuned for AdamW carries over
-    [Liu et al. 2025, arXiv 2502.16982, eq. 4].
+    [Liu et al. 2025, arXiv 2502.16982, eq. 4]
+
+    A typical AdamW update has an RMS of 0.2 to 0.4: a learning rate tuned for AdamW carries over.
     """
     return 0.2 * math.sqrt(max(fan_out, fan_in))
 
