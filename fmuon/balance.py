@@ -4,6 +4,12 @@
 Rows and columns are those of the matrix view. Functions map a stack of wide matrices to another;
 `tall` says which of its matrices are stored transposed, so that their rows are its columns. Zero
 rows and columns stay zero.
+
+Before: "rows", "columns" and "rows_and_columns" are the forms R, C and RC of MuonEq times a number
+that only the eps of an orthogonaliser sees [Chang et al. 2026, arXiv 2603.28254]. "sign" is of
+AdaMuon [Si et al. 2025, arXiv 2507.11005, algorithm 1].
+
+After: all but "frobenius" are of Muon+ [Zhang et al. 2026, arXiv 2602.21545].
 """
 
 import math
@@ -71,12 +77,9 @@ def _before(balance: Balance) -> Balance:
 
 
 EQUILIBRATIONS: dict[str, Balance] = {
-    # The forms R, C and RC of MuonEq [Chang et al. 2026, arXiv 2603.28254] times a number, which
-    # only the eps of an orthogonaliser sees.
     "rows": _before(_unit_rows),
     "columns": _before(_unit_columns),
     "rows_and_columns": _before(_unit_rows_and_columns),
-    # [Si et al. 2025, arXiv 2507.11005, algorithm 1]
     "sign": lambda x, tall: x.sign(),  # noqa: ARG005
 }
 """What is done to a matrix before it is orthogonalised."""
@@ -88,11 +91,11 @@ def _unit_frobenius(x: Stack, tall: Sequence[bool]) -> Stack:  # noqa: ARG001
 
 
 RENORMALIZATIONS: dict[str, Balance] = {
-    # Those of Muon+ [Zhang et al. 2026, arXiv 2602.21545], and the last of nanochat.
     "rows": _unit_rows,
     "columns": _unit_columns,
     "rows_columns": lambda x, tall: _unit_columns(_unit_rows(x, tall), tall),
     "columns_rows": lambda x, tall: _unit_rows(_unit_columns(x, tall), tall),
+    # As in nanochat.
     "frobenius": _unit_frobenius,
 }
 """What is done to its orthogonal factor."""
