@@ -33,6 +33,7 @@ floor | module | job
 5 | planning | configuration and signature of a call -> who is updated with whom
 6 | call | the leaves and scalars of one call
 7 | functional | the algorithm: muon, init, update, update_, apply_updates
+8 | state_dicts | the format of FMuon's state dict, and what is refused as none
 8 | foreign | any torch optimizer as the auxiliary rule of FMuon
 8 | distributed | preparing sharded updates, and who does what in them
 8 | presets | the published optimizers as rows of configuration

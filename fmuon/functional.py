@@ -701,7 +701,7 @@ def muon(
         orthogonalize: a method or its name in `fmuon.methods.METHODS`.
         adaptive: multiply the factor O of a leaf by <U, O>, the dual norm of what is
             orthogonalised, so that the update grows with the gradient
-            [Bernstein and Newhouse 2024, arXiv 2409.20325, eq. 8].
+            [Bernstein and Newhouse 2024, arXiv 2409.20325, proposition 1].
         equilibrate: what is done to a matrix before it is orthogonalised, a row of
             `fmuon.balance.EQUILIBRATIONS`: "rows", "columns" or "rows_and_columns" get equal norms
             [Chang et al. 2026, arXiv 2603.28254]; "sign" takes its signs.

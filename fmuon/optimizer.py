@@ -46,22 +46,22 @@ from fmuon.partition import (
 )
 from fmuon.planning import MANTISSA, check_not_empty, check_trainable
 from fmuon.presets import PRESETS
-from fmuon.scalars import check_scalar
+from fmuon.state_dicts import (
+    FORMAT,
+    SLOTS,
+    check_groups,
+    check_same_rule,
+    check_saved,
+    check_structure,
+    check_values,
+    counterparts,
+    decode_label,
+    encode_label,
+    named_by_ids,
+)
 from fmuon.surgery import origins, resized
 from fmuon.tree import unwrapped
 
-FORMAT = 1
-"""Version of the state_dict; stored in it as `fmuon_format`."""
-
-# Slots of the functional state under the names that torch.optim uses.
-_SLOTS = {
-    "momentum": "momentum_buffer",
-    "momentum_scale": "momentum_buffer_scale",
-    "second_moment": "second_momentum_buffer",
-    "mu": "exp_avg",
-    "nu": "exp_avg_sq",
-    MANTISSA: MANTISSA,
-}
 _SCALARS = ("lr", "weight_decay", "momentum", "beta1", "beta2", "eps")
 
 
@@ -211,7 +211,7 @@ class FMuon(Optimizer):
             name = "muon" if isinstance(label, Matrix) else self._config.rule_name(label)
             group = groups.setdefault(name or "auxiliary", {"params": [], "rules": []})
             group["params"].append(parameter if path is None else (path, parameter))
-            group["rules"].append(_encode(label))
+            group["rules"].append(encode_label(label))
         # "muon" first, whichever parameter comes first.
         return [
             {"name": name, **groups[name]} for name in sorted(groups, key=lambda n: n != "muon")
@@ -241,9 +241,9 @@ class FMuon(Optimizer):
             self._label(path, tensor, rule, names is not None)
             for path, tensor, rule in zip(paths, tensors, given, strict=True)
         ]
-        group["params"], group["rules"] = entries, [_encode(label) for label in labels]
+        group["params"], group["rules"] = entries, [encode_label(label) for label in labels]
         self._add_defaults(group, labels)
-        _check_values(group, any(map(self._is_foreign, labels)))
+        check_values(group, any(map(self._is_foreign, labels)))
         super().add_param_group(group)
         _own_rate(self.param_groups[-1])
 
@@ -259,7 +259,9 @@ class FMuon(Optimizer):
                 f"{path!r} (shape {tuple(tensor.shape)}) is not a matrix; give the group "
                 f"rules=[fmuon.Matrix(...)], or train it by the auxiliary rule"
             )
-        label = self._default_label(path, tensor, has_name) if given is None else _decode(given)
+        label = (
+            self._default_label(path, tensor, has_name) if given is None else decode_label(given)
+        )
         self._config.check_label(repr(path), label)
         if label == "error":
             raise LeafError(f"{path!r}: its label is 'error'; give it another")
@@ -411,7 +413,7 @@ class FMuon(Optimizer):
             ]
             for name, parameter, rule in zip(names, group["params"], group["rules"], strict=True):
                 if parameter.requires_grad and rule != "frozen":
-                    trained[name] = index, parameter, _decode(rule)
+                    trained[name] = index, parameter, decode_label(rule)
         return trained
 
     def _is_phantom(self, params: Mapping[str, tuple[int, Tensor, Label]]) -> bool:
@@ -430,7 +432,7 @@ class FMuon(Optimizer):
             if parameter in self.state:
                 continue
             fresh = self._config.fresh(path, parameter, label)
-            state = {_SLOTS[slot]: zeros for slot, zeros in fresh.items()}
+            state = {SLOTS[slot]: zeros for slot, zeros in fresh.items()}
             # A CPU tensor would keep a compiled step out of CUDA graphs.
             device = "cpu" if mode is None else parameter.device
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
@@ -445,7 +447,7 @@ class FMuon(Optimizer):
             slots += config.rules[config.rule_name(label)].slots
         if config.has_mantissa(name, parameter.dtype):
             slots.append(MANTISSA)
-        return {_SLOTS[slot] for slot in slots}
+        return {SLOTS[slot] for slot in slots}
 
     def _advance(
         self,
@@ -508,7 +510,7 @@ class FMuon(Optimizer):
                 )
             entries = zip(group["param_names"], group["params"], group["rules"], strict=True)
             for name, parameter, rule in entries:
-                shape, label = tuple(parameter.shape), _decode(rule)
+                shape, label = tuple(parameter.shape), decode_label(rule)
                 said, _ = declared(name, Leaf(shape, parameter.dtype), given)
                 # What a pattern says already keeps that reason.
                 known = said is not None and as_view(name, shape, said) == label
@@ -586,7 +588,7 @@ class FMuon(Optimizer):
 
     def _is_mixed(self, group: Mapping[str, Any]) -> bool:
         """Whether the values of a group are those of matrices, not of a rule."""
-        return any(isinstance(_decode(rule), Matrix) for rule in group["rules"])
+        return any(isinstance(decode_label(rule), Matrix) for rule in group["rules"])
 
     def _member(self, path: str, group: int, label: Label, mixed: bool) -> _Member:
         if isinstance(label, Matrix):
@@ -635,13 +637,13 @@ class FMuon(Optimizer):
         Raises:
             StateError: names, shapes or the format don't match.
         """
-        _check_structure(state_dict)
+        check_structure(state_dict)
         changes = {"rename": rename, "add": add, "drop": drop, "resize": resize}
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        _check_structure(state_dict)
-        _check_groups(state_dict)
+        check_structure(state_dict)
+        check_groups(state_dict)
         ordered = self._matched(state_dict, {name: c for name, c in changes.items() if c})
         self._check_buffers(ordered)
         self._copy_foreign(ordered)
@@ -650,7 +652,7 @@ class FMuon(Optimizer):
         # torch casts what it loads to the dtype of the parameter; take the saved tensors again.
         ids = [i for group in ordered["param_groups"] for i in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
-        labels = [_decode(rule) for group in self.param_groups for rule in group["rules"]]
+        labels = [decode_label(rule) for group in self.param_groups for rule in group["rules"]]
         for index, parameter, label in zip(ids, params, labels, strict=True):
             if self._is_foreign(label):
                 continue
@@ -670,7 +672,7 @@ class FMuon(Optimizer):
             names = own.get("param_names", group["params"])
             entries = zip(names, group["params"], own["params"], own["rules"], strict=False)
             for name, index, parameter, rule in entries:
-                found, label = set(ordered["state"].get(index, {})), _decode(rule)
+                found, label = set(ordered["state"].get(index, {})), decode_label(rule)
                 if self._is_foreign(label):
                     continue
                 wanted = set[str]()
@@ -684,14 +686,14 @@ class FMuon(Optimizer):
                     )
                 if found and label != "frozen":
                     fresh = self._config.fresh(name, parameter, label)
-                    needed = {_SLOTS[slot]: zeros for slot, zeros in fresh.items()}
-                    _check_saved(name, ordered["state"][index], needed)
+                    needed = {SLOTS[slot]: zeros for slot, zeros in fresh.items()}
+                    check_saved(name, ordered["state"][index], needed)
 
     def _copy_foreign(self, ordered: dict[str, Any]) -> None:
         """Copy what a foreign optimizer would write into."""
         for own, saved in zip(self.param_groups, ordered["param_groups"], strict=False):
             for index, rule in zip(saved["params"], own["rules"], strict=False):
-                if self._is_foreign(_decode(rule)) and index in ordered["state"]:
+                if self._is_foreign(decode_label(rule)) and index in ordered["state"]:
                     state = ordered["state"][index]
                     ordered["state"][index] = {
                         k: v.clone() if type(v) is Tensor else v for k, v in state.items()
@@ -709,19 +711,19 @@ class FMuon(Optimizer):
             self._check_shapes(saved)
             pairs = list(zip(groups, saved_groups, strict=False))
             for group, source in pairs:
-                _check_same_rule(group, source)
+                check_same_rule(group, source)
             own_keys = [{k: v for k, v in group.items() if k != "params"} for group in groups]
             merged = [
                 {**o, **s, "rules": g["rules"]} for o, (g, s) in zip(own_keys, pairs, strict=False)
             ]
             return {**saved, "param_groups": merged + saved_groups[len(groups) :]}
         trained = {
-            name: _decode(rule)
+            name: decode_label(rule)
             for group in saved_groups
             for name, rule in zip(group["param_names"], group.get("rules", ()), strict=False)
         }
         if any(isinstance(index, str) for group in saved_groups for index in group["params"]):
-            saved_groups = _named_by_ids(saved_groups, groups)
+            saved_groups = named_by_ids(saved_groups, groups)
         old = {
             name: saved["state"].get(index, {})
             for group in saved_groups
@@ -733,7 +735,7 @@ class FMuon(Optimizer):
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
         }
         labels = {
-            name: _decode(rule)
+            name: decode_label(rule)
             for group in groups
             for name, rule in zip(group["param_names"], group["rules"], strict=True)
         }
@@ -751,9 +753,9 @@ class FMuon(Optimizer):
                     f"{name!r}: the state_dict holds the momentum of a matrix, its label here is "
                     f"{labels[name]!r}; name it in drop and add"
                 )
-        counterparts = _counterparts(groups, saved_groups)
-        for group, origin in zip(groups, counterparts, strict=True):
-            _check_same_rule(group, origin)
+        matched = counterparts(groups, saved_groups)
+        for group, origin in zip(groups, matched, strict=True):
+            check_same_rule(group, origin)
         ids = {name: index for index, name in enumerate(own)}
         state = {
             ids[name]: self._resized(name, old[origin], own[name], labels[name])
@@ -768,7 +770,7 @@ class FMuon(Optimizer):
                 "param_names": list(group["param_names"]),
                 "rules": list(group["rules"]),
             }
-            for group, source in zip(groups, counterparts, strict=True)
+            for group, source in zip(groups, matched, strict=True)
         ]
         return {**saved, "state": state, "param_groups": ordered}
 
@@ -792,7 +794,7 @@ class FMuon(Optimizer):
         entries = [e for g in self.param_groups for e in zip(g["params"], g["rules"], strict=True)]
         for index, (parameter, rule) in zip(ids, entries, strict=False):
             shape = tuple(parameter.shape)
-            found = self._saved_shape(saved["state"].get(index, {}), shape, _decode(rule))
+            found = self._saved_shape(saved["state"].get(index, {}), shape, decode_label(rule))
             if found != shape:
                 raise StateError(
                     f"parameter {index}: state of shape {found}, parameter of shape {shape}; the "
@@ -813,7 +815,7 @@ class FMuon(Optimizer):
                 )
             return dict(state)
         fresh = {} if label == "frozen" else self._config.fresh(name, parameter, label)
-        needed = {_SLOTS[slot]: zeros for slot, zeros in fresh.items()}
+        needed = {SLOTS[slot]: zeros for slot, zeros in fresh.items()}
         return {
             key: resized(name, value, needed[key].to(value))
             if key in needed and isinstance(value, Tensor)
@@ -896,10 +898,10 @@ def _in_place_step(layout: _Layout) -> Callable[..., None]:
         for m in members:
             if m.is_matrix:
                 for slot, leaves in matrices.items():
-                    leaves[m.path] = states[m.path][_SLOTS[slot]]
+                    leaves[m.path] = states[m.path][SLOTS[slot]]
             else:
                 for slot, leaves in auxiliary[m.rule].items():
-                    leaves[m.path] = states[m.path][_SLOTS[slot]]
+                    leaves[m.path] = states[m.path][SLOTS[slot]]
         nested = not isinstance(config.auxiliary, Rule)
         config.update_(
             params,
@@ -992,26 +994,6 @@ def _each_rule(config: Muon, change: Callable[[Rule], Rule]) -> Any:
 # ---- labels in groups ----------------------------------------------------------------------------
 
 
-def _encode(label: Label) -> Any:
-    """A label as plain data: "muon" for the default matrix, a dict for another view."""
-    if not isinstance(label, Matrix):
-        return label
-    fields = {
-        "fan_out": label.fan_out,
-        "fan_in": label.fan_in,
-        "blocks": label.blocks,
-        "blocks_in": label.blocks_in,
-    }
-    own = {} if label.scale is None else {"scale": label.scale}
-    return "muon" if label == Matrix() else fields | own
-
-
-def _decode(rule: Any) -> Label:
-    if rule == "muon":
-        return Matrix()
-    return Matrix(**rule) if isinstance(rule, dict) else rule
-
-
 def _can_be_pickled(labels: Any) -> bool:
     try:
         pickle.dumps(labels)
@@ -1025,21 +1007,6 @@ def _values(grad: Tensor) -> Tensor:
     return grad.coalesce().values() if grad.is_sparse else grad
 
 
-def _named_by_ids(
-    saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """The groups of a distributed checkpoint, in which names stand for the parameters.
-
-    Its param_names may be in another order: loading orders the parameters as the optimizer has
-    them. Names that aren't the optimizer's, such as those with a wrapper's prefix, are in order.
-    """
-    own = {name for group in groups for name in group["param_names"]}
-    if all(name in own for group in saved for name in group["params"]):
-        return [{**group, "param_names": list(group["params"])} for group in saved]
-    pairs = zip(saved, groups, strict=False)
-    return [{**group, "param_names": live["param_names"]} for group, live in pairs]
-
-
 def _own_rate(group: dict[str, Any]) -> None:
     """One tensor in two groups would make their schedulers write over each other."""
     if isinstance(group["lr"], Tensor):
@@ -1048,124 +1015,6 @@ def _own_rate(group: dict[str, Any]) -> None:
 
 def _dense(grad: Tensor | None, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if grad is None else grad.detach()
-
-
-def _counterparts(
-    groups: Sequence[Mapping[str, Any]], saved: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The saved group that each group takes its values from: of its name, or at its position."""
-    names = [group.get("name") for group in groups]
-    by_name = {group.get("name"): group for group in saved}
-    if None not in by_name and len(by_name) == len(saved) and set(names) <= set(by_name):
-        return [by_name[name] for name in names]
-    if len(groups) == len(saved):
-        return list(saved)
-    raise StateError(
-        f"the state_dict has {len(saved)} groups, the optimizer {len(groups)}, and their names "
-        f"{list(by_name)} and {names} don't tell which belongs to which; give groups a 'name'"
-    )
-
-
-def _check_same_rule(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Refuse a group of FMuon whose leaves another optimizer trained, or the other way round."""
-    if "rules" in saved and saved.get("foreign") != own.get("foreign"):
-        made, here = (group.get("foreign") or "a rule of fmuon" for group in (saved, own))
-        raise StateError(
-            f"group {own.get('name')!r} was saved with {made} as auxiliary, and is trained by "
-            f"{here}; give the auxiliary that it was saved with"
-        )
-
-
-def _check_structure(state_dict: Any) -> None:
-    """Refuse what has not the structure of a state dict of torch, or comes from a later fmuon."""
-    wanted: dict[str, Any] = {"state": Mapping, "param_groups": (list, tuple)}
-    for key, kind in wanted.items():
-        if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get(key), kind):
-            keys = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else []
-            raise StateError(
-                f"no state_dict of an optimizer: a {type(state_dict).__name__} with the keys "
-                f"{keys}, where {key!r} must be a {'dict' if kind is Mapping else 'list'}; give "
-                f"what optimizer.state_dict() returned"
-            )
-    version = state_dict.get("fmuon_format", FORMAT)
-    if type(version) is not int or version < 1:
-        raise StateError(f"state_dict: fmuon_format={version!r} is no version of fmuon's format")
-    if version > FORMAT:
-        raise StateError(
-            f"state_dict of format {version}, this fmuon reads up to {FORMAT}; upgrade fmuon"
-        )
-
-
-def _check_groups(state_dict: Mapping[str, Any]) -> None:
-    """Refuse groups that are incomplete, disagree with themselves, or hold values out of range."""
-    known = list[Any]()
-    for i, group in enumerate(state_dict["param_groups"]):
-        where = f"state_dict: param_groups[{i}]"
-        params: Any = group.get("params") if isinstance(group, Mapping) else None
-        if not isinstance(params, list | tuple) or not all(type(p) in (int, str) for p in params):
-            raise StateError(f"{where}: its 'params' must be a list of numbers, or of names")
-        for key in ("param_names", "rules"):
-            entries = group.get(key, params)
-            if not isinstance(entries, list | tuple) or len(entries) != len(params):
-                raise StateError(f"{where}: {key!r} must be a list with one entry per parameter")
-        names: Any = group.get("param_names", [])
-        if not all(isinstance(name, str) for name in names):
-            raise StateError(f"{where}: 'param_names' must be texts")
-        for key in ("name", "foreign"):
-            if not isinstance(group.get(key), str | None):
-                raise StateError(f"{where}: its {key!r} must be a text")
-        for rule in group.get("rules", ()):
-            try:
-                _decode(rule)
-            except (ConfigurationError, TypeError) as error:
-                raise StateError(f"{where}: no rule of fmuon among 'rules': {error}") from error
-        try:
-            _check_values(group, group.get("foreign") is not None)
-        except ConfigurationError as error:
-            raise StateError(f"{where}: {error}") from error
-        known += params
-    if len(set(known)) < len(known):
-        raise StateError("state_dict: a parameter is in its param_groups twice")
-    for index, state in state_dict["state"].items():
-        if index not in known:
-            raise StateError(
-                f"state_dict: state of {index!r}, which is in none of its param_groups"
-            )
-        if not isinstance(state, Mapping):
-            raise StateError(f"state_dict: the state of {index!r} is a {type(state).__name__}")
-
-
-def _check_saved(name: str, saved: Mapping[str, Any], needed: Mapping[str, Tensor]) -> None:
-    """Refuse buffers that are not like those needed, and counts that are no counts.
-
-    Values of buffers are not looked at: after a NaN in training they are what was saved.
-    """
-    for key, zeros in needed.items():
-        value = saved[key]
-        found = type(value).__name__
-        if isinstance(value, Tensor):
-            found = f"a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
-            if value.shape == zeros.shape and _may_hold(value.dtype, zeros.dtype):
-                continue
-        raise StateError(
-            f"parameter {name!r}: its {key!r} in the state_dict is {found}, and should be a tensor "
-            f"of shape {tuple(zeros.shape)} and dtype {zeros.dtype}; load the state of this "
-            f"parameter and these options, or name it in drop and add"
-        )
-    count = saved["step"]
-    if not isinstance(count, Tensor) or count.ndim or count.is_complex():
-        raise StateError(f"parameter {name!r}: its 'step' in the state_dict is no 0-d tensor")
-    if not (0 <= float(count) < float("inf") and float(count).is_integer()):
-        raise StateError(
-            f"parameter {name!r}: its 'step' in the state_dict is {float(count)}, which is no "
-            f"number of updates"
-        )
-
-
-def _may_hold(found: torch.dtype, needed: torch.dtype) -> bool:
-    """Whether a buffer may have that dtype: another one of 16 bits or more, if it isn't codes."""
-    numbers = [dtype.is_floating_point and dtype.itemsize > 1 for dtype in (found, needed)]
-    return all(numbers) or found == needed
 
 
 @contextlib.contextmanager
@@ -1189,20 +1038,3 @@ def _is_auxiliary(label: Label) -> bool:
 def _check_unique(names: Sequence[str]) -> None:
     if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ValueError(f"two parameters have the name {twice}; give every parameter its own")
-
-
-def _check_values(group: Mapping[str, Any], foreign: bool) -> None:
-    # Betas and eps of another optimizer are for it to check.
-    for name in ("lr", "weight_decay", "lr_scale", *(() if foreign else ("momentum", "eps"))):
-        if name in group:
-            if not isinstance(group[name], int | float | Tensor):
-                raise ConfigurationError(f"{name}={group[name]!r}: give a number or a 0-d tensor")
-            check_scalar(name, group[name])
-    if "betas" in group and not foreign:
-        betas = group["betas"]
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise ConfigurationError(f"betas={betas!r}: give a pair")
-        for name, beta in zip(("beta1", "beta2"), betas, strict=True):
-            if not isinstance(beta, int | float | Tensor):
-                raise ConfigurationError(f"betas={betas!r}: give two numbers or 0-d tensors")
-            check_scalar(name, beta)

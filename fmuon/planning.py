@@ -109,7 +109,8 @@ class Configuration:
         if not (given and pairs):
             raise ConfigurationError(f"labels={self.labels!r}; give a dict, a callable, or None")
         for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
+            # Compared, as what can't be hashed is in no dict.
+            if getattr(self, name) not in tuple(known):
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r}; known: {', '.join(map(repr, known))}"
                 )

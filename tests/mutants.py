@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant("call", "value = torch.where(self.present[path].to(value.device), value, old)", "pass", "test_metrics.py::test_a_leaf_that_sits_out_keeps_its_values"),
     Mutant("metrics", "/ math.sqrt(side)", "/ side", "test_metrics.py::test_each_is_what_it_says_of_the_update"),
     Mutant("foreign", "own |= share.values", "pass", "test_foreign.py::test_its_own_learning_rate_becomes_a_ratio_that_schedulers_keep"),
-    Mutant("optimizer", "return [{**group, \"param_names\": list(group[\"params\"])} for group in saved]", "return list(saved)", "test_optimizer.py::test_a_distributed_checkpoint_in_another_order_never_swaps_buffers"),
+    Mutant("state_dicts", "return [{**group, \"param_names\": list(group[\"params\"])} for group in saved]", "return list(saved)", "test_optimizer.py::test_a_distributed_checkpoint_in_another_order_never_swaps_buffers"),
     Mutant("attention", "torch.where((largest > tau) & largest.isfinite(), largest, tau)", "torch.where(largest > tau, largest, tau)", "test_attention.py::test_a_head_whose_logit_is_not_finite_stays_and_the_others_are_clipped"),
     Mutant("attention", "\"rotary_query\": gamma}", "\"rotary_query\": gamma.sqrt()}", "test_attention.py::test_latent_attention_leaves_the_shared_rotary_key_alone"),
     Mutant("attention", "rows = rows[slice(*plan.own)]", "rows = rows[: plan.own[1] - plan.own[0]]", "distributed/test_heads.py"),

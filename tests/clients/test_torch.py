@@ -19,7 +19,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, up
 from torch.testing import assert_close
 
 import fmuon
-from fmuon import optimizer as optimizer_module
+from fmuon.state_dicts import FORMAT
 
 
 class Model(nn.Module):
@@ -286,7 +286,7 @@ def test_hooks_change_what_they_are_given():
     assert calls == [1]
     optimizer.register_state_dict_post_hook(lambda o, saved: {**saved, "note": "mine"})
     saved = optimizer.state_dict()
-    assert saved["note"] == "mine" and saved["fmuon_format"] == optimizer_module.FORMAT
+    assert saved["note"] == "mine" and saved["fmuon_format"] == FORMAT
     other = make(Model())
     other.register_load_state_dict_pre_hook(
         lambda o, saved: {
