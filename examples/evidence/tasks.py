@@ -224,11 +224,11 @@ def loss_and_accuracy(task: Task, model: nn.Module, batches: list[Batch]) -> tup
 
 
 _SMALL = train_gpt.Size(64, 2, 4, context=64, batch=16, steps=300, validation_batches=16)
-_LARGE = train_gpt.Size(128, 4, 4, context=64, batch=8, steps=100, validation_batches=16)
+_LARGE = train_gpt.Size(128, 4, 4, context=64, batch=8, steps=300, validation_batches=16)
 TASKS: dict[str, Task] = {
     "gpt-64": ByteGPT("byte GPT, width 64, 2 layers", 300, 10, 1e-3, size=_SMALL),
     "gpt-128": ByteGPT(
-        "byte GPT, width 128, 4 layers", 100, 10, 2e-3, weight_decays=(0.1,), size=_LARGE
+        "byte GPT, width 128, 4 layers", 300, 10, 2e-3, weight_decays=(0.1,), size=_LARGE
     ),
     "digits": Digits("digits, convnet", 120, 10, 2e-3),
     "fine-tune": FineTune(
