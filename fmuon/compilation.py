@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def compile(
         device = next(_devices(args), None)
         for arguments in (bound.arguments, *(bound.arguments.get(name, {}) for name in keywords)):
             for name in _SCALARS & arguments.keys():
-                arguments[name] = _tensors(name, arguments[name], device)
+                arguments[name] = _packed(_tensors(name, arguments[name], device))
         if graphs:
             torch.compiler.cudagraph_mark_step_begin()
         try:
@@ -110,11 +110,50 @@ def _is_disabled() -> bool:
     return os.environ.get("TORCH_COMPILE_DISABLE") == "1"
 
 
+class _Packed(NamedTuple):
+    """A scalar, a pair or a dict of them on its way into a graph, numbers as vectors of one entry.
+
+    Of a 0-d float64 input on a CPU dynamo makes a symbol too, and when it finds that it can't get
+    rid of that it traces everything a second time.
+    """
+
+    scalars: Any
+
+
+def _packed(value: Any) -> Any:
+    if not isinstance(value, Tensor | Mapping | tuple):
+        return value
+    return _Packed(_each(_as_vector, value))
+
+
+def _unpacked(value: Any) -> Any:
+    return _each(_as_number, value.scalars) if isinstance(value, _Packed) else value
+
+
+def _each(function: Callable[[Any], Any], scalars: Any) -> Any:
+    if isinstance(scalars, Mapping):
+        return {path: _each(function, value) for path, value in scalars.items()}
+    if isinstance(scalars, tuple):
+        return tuple(_each(function, value) for value in scalars)
+    return function(scalars)
+
+
+def _as_vector(value: Any) -> Any:
+    is_symbol = isinstance(value, Tensor) and value.dtype == torch.float64 and value.is_cpu
+    return value.reshape(1) if is_symbol and not value.ndim else value
+
+
+def _as_number(value: Any) -> Any:
+    is_vector = isinstance(value, Tensor) and value.shape == (1,)
+    return value.reshape(()) if is_vector else value
+
+
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A caller of the function with a code object of its own, by which dynamo counts recompiles."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        positional = [_unpacked(value) for value in args]
+        return function(*positional, **{name: _unpacked(value) for name, value in kwargs.items()})
 
     call.__code__ = call.__code__.replace()
     return call
