@@ -233,15 +233,22 @@ def compile_time(rows: Sequence[Row]) -> str:
             row["shapes"],
             f"{row['seconds_cold']:.1f}",
             f"{row['seconds_warm']:.1f}",
+            *_apart(row),
             *(row[count] for count in ("graphs", "nodes", "products", "kernels")),
         )
         for row in rows
     ]
     header = (
-        "case", "leaves", "matrices", "shapes", "cold, s", "warm, s", "graphs", "nodes", "products",
-        "kernels",
+        "case", "leaves", "matrices", "shapes", "cold, s", "warm, s", "later, s", "warm, CPU s",
+        "graphs", "nodes", "products", "kernels",
     )  # fmt: skip
     return _table(header, lines)
+
+
+def _apart(row: Row) -> list[str]:
+    """What a call that compiles nothing takes, and what compiling takes; not in old records."""
+    seconds = (row.get(name) for name in ("seconds_later", "cpu_seconds_warm"))
+    return ["" if value is None else f"{value:.1f}" for value in seconds]
 
 
 # ---- memory --------------------------------------------------------------------------------------
