@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only call to torch.compile."""
 
+import ast
 import functools
 import importlib.util
 import inspect
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from fmuon import base
 from fmuon.base import ConfigurationError, FMuonError, lookup
 from fmuon.collectives import is_initialized
 from fmuon.tree import map_tensors
@@ -111,7 +113,7 @@ def _is_disabled() -> bool:
 
 
 class _Packed(NamedTuple):
-    """A scalar, a pair or a dict of them on its way into a graph, numbers as vectors of one entry.
+    """A scalar, a pair or a dict of them on its way into a graph, of vectors for float64 numbers.
 
     Of a 0-d float64 input on a CPU dynamo makes a symbol too, and when it finds that it can't get
     rid of that it traces everything a second time.
@@ -139,13 +141,15 @@ def _each(function: Callable[[Any], Any], scalars: Any) -> Any:
 
 
 def _as_vector(value: Any) -> Any:
-    is_symbol = isinstance(value, Tensor) and value.dtype == torch.float64 and value.is_cpu
-    return value.reshape(1) if is_symbol and not value.ndim else value
+    return value[None] if _is_symbol(value) else value
 
 
 def _as_number(value: Any) -> Any:
-    is_vector = isinstance(value, Tensor) and value.shape == (1,)
-    return value.reshape(()) if is_vector else value
+    return value[0] if _is_symbol(value) else value
+
+
+def _is_symbol(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float64 and value.is_cpu
 
 
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -172,7 +176,16 @@ def _own_error(error: BaseException) -> FMuonError | None:
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, FMuonError):
         inner = inner.__cause__ or inner.__context__
-    return inner
+    return inner or _traced_error(error)
+
+
+def _traced_error(error: BaseException) -> FMuonError | None:
+    """The error of a `raise` that dynamo traced: it has only the text of it."""
+    found = re.search(r"raised exception (\w+)\((['\"].*['\"])\)$", str(error), re.MULTILINE)
+    kind = getattr(base, found[1], None) if found else None
+    if found is None or not isinstance(kind, type) or not issubclass(kind, FMuonError):
+        return None
+    return kind(ast.literal_eval(found[2]))
 
 
 def _without_compiler(error: BaseException) -> FMuonError | None:
