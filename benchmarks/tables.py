@@ -220,6 +220,26 @@ def _multiples(row: Row) -> list[str]:
     return ["" if floor is None else _ratio(row["seconds_min"], floor) for floor in floors]
 
 
+# ---- overhead ------------------------------------------------------------------------------------
+
+
+def overhead(rows: Sequence[Row]) -> str:
+    """What a step of FMuon takes besides orthogonalising, over a step of AdamW; in milliseconds."""
+    lines: list[Sequence[Any]] = []
+    for row in rows:
+        adamw, bare = row["seconds_adamw"], row["seconds_bare"]
+        for method in ("quintic", "auto"):
+            step, alone = row[f"seconds_{method} step"], row[f"seconds_{method} alone"]
+            times = (f"{seconds * 1e3:.1f}" for seconds in (step, alone, bare, adamw))
+            ratios = _ratio(step - alone, adamw), _ratio(bare, adamw)
+            lines.append((row["inventory"], method, *times, *ratios))
+    header = (
+        "inventory", "method", "step, ms", "orthogonalising, ms", "bare step, ms", "AdamW, ms",
+        "rest / AdamW", "bare / AdamW",
+    )  # fmt: skip
+    return _table(header, lines)
+
+
 # ---- compile time --------------------------------------------------------------------------------
 
 
@@ -233,15 +253,22 @@ def compile_time(rows: Sequence[Row]) -> str:
             row["shapes"],
             f"{row['seconds_cold']:.1f}",
             f"{row['seconds_warm']:.1f}",
+            *_apart(row),
             *(row[count] for count in ("graphs", "nodes", "products", "kernels")),
         )
         for row in rows
     ]
     header = (
-        "case", "leaves", "matrices", "shapes", "cold, s", "warm, s", "graphs", "nodes", "products",
-        "kernels",
+        "case", "leaves", "matrices", "shapes", "cold, s", "warm, s", "later, s", "warm, CPU s",
+        "graphs", "nodes", "products", "kernels",
     )  # fmt: skip
     return _table(header, lines)
+
+
+def _apart(row: Row) -> list[str]:
+    """What a call that compiles nothing takes, and what compiling takes; not in old records."""
+    seconds = (row.get(name) for name in ("seconds_later", "cpu_seconds_warm"))
+    return ["" if value is None else f"{value:.1f}" for value in seconds]
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -411,6 +438,7 @@ def between(text: str, name: str, content: str) -> str:
 TABLES: dict[str, tuple[str, str, Callable[[Sequence[Row]], str]]] = {
     "headline": ("step", "inventory", headline),
     "step": ("step", "inventory", all_steps),
+    "overhead": ("overhead", "inventory", overhead),
     "compile_time": ("compile_time", "case", compile_time),
     "memory": ("memory", "inventory", memory),
     "orthogonalize": ("orthogonalize", "case", orthogonalize),

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only call to torch.compile."""
 
+import ast
 import functools
 import importlib.util
 import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from fmuon import base
 from fmuon.base import ConfigurationError, FMuonError, lookup
 from fmuon.collectives import is_initialized
 from fmuon.tree import map_tensors
@@ -81,7 +83,7 @@ def compile(
         device = next(_devices(args), None)
         for arguments in (bound.arguments, *(bound.arguments.get(name, {}) for name in keywords)):
             for name in _SCALARS & arguments.keys():
-                arguments[name] = _tensors(name, arguments[name], device)
+                arguments[name] = _packed(_tensors(name, arguments[name], device))
         if graphs:
             torch.compiler.cudagraph_mark_step_begin()
         try:
@@ -110,11 +112,52 @@ def _is_disabled() -> bool:
     return os.environ.get("TORCH_COMPILE_DISABLE") == "1"
 
 
+class _Packed(NamedTuple):
+    """A scalar, a pair or a dict of them on its way into a graph, of vectors for float64 numbers.
+
+    Of a 0-d float64 input on a CPU dynamo makes a symbol too, and when it finds that it can't get
+    rid of that it traces everything a second time.
+    """
+
+    scalars: Any
+
+
+def _packed(value: Any) -> Any:
+    if not isinstance(value, Tensor | Mapping | tuple):
+        return value
+    return _Packed(_each(_as_vector, value))
+
+
+def _unpacked(value: Any) -> Any:
+    return _each(_as_number, value.scalars) if isinstance(value, _Packed) else value
+
+
+def _each(function: Callable[[Any], Any], scalars: Any) -> Any:
+    if isinstance(scalars, Mapping):
+        return {path: _each(function, value) for path, value in scalars.items()}
+    if isinstance(scalars, tuple):
+        return tuple(_each(function, value) for value in scalars)
+    return function(scalars)
+
+
+def _as_vector(value: Any) -> Any:
+    return value[None] if _is_symbol(value) else value
+
+
+def _as_number(value: Any) -> Any:
+    return value[0] if _is_symbol(value) else value
+
+
+def _is_symbol(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float64 and value.is_cpu
+
+
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """A caller of the function with a code object of its own, by which dynamo counts recompiles."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        positional = [_unpacked(value) for value in args]
+        return function(*positional, **{name: _unpacked(value) for name, value in kwargs.items()})
 
     call.__code__ = call.__code__.replace()
     return call
@@ -133,7 +176,16 @@ def _own_error(error: BaseException) -> FMuonError | None:
     inner: BaseException | None = error
     while inner is not None and not isinstance(inner, FMuonError):
         inner = inner.__cause__ or inner.__context__
-    return inner
+    return inner or _traced_error(error)
+
+
+def _traced_error(error: BaseException) -> FMuonError | None:
+    """The error of a `raise` that dynamo traced: it has only the text of it."""
+    found = re.search(r"raised exception (\w+)\((['\"].*['\"])\)$", str(error), re.MULTILINE)
+    kind = getattr(base, found[1], None) if found else None
+    if found is None or not isinstance(kind, type) or not issubclass(kind, FMuonError):
+        return None
+    return kind(ast.literal_eval(found[2]))
 
 
 def _without_compiler(error: BaseException) -> FMuonError | None:

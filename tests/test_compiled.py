@@ -169,6 +169,39 @@ def test_a_hundred_matrices_need_no_more_products_than_ten():
     assert {name: ten[name] for name in products} == {name: hundred[name] for name in products}
 
 
+def restarts(function, *args, **kwargs):
+    """How often dynamo traces the first call again, in a process as good as fresh."""
+    torch._dynamo.reset()
+    torch._dynamo.symbolic_convert.TensorifyState.clear()
+    torch._dynamo.utils.clear_compilation_metrics()
+    # What makes it start again is found behind the trace.
+    fmuon.compile(function, backend="aot_eager")(*args, **kwargs)
+    metrics = torch._dynamo.utils.get_compilation_metrics()
+    assert metrics
+    return [reason for entry in metrics for reason in entry.restart_reasons or ()]
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1, dtype=torch.float64), {"w0": 0.1}])
+def test_no_scalar_makes_dynamo_trace_twice(rate):
+    params = params_of()
+    opt = fmuon.muon(weight_decay=0.1)
+    scalars = {"lr": rate, "weight_decay": 0.2, "momentum": 0.9, "betas": (0.8, 0.9), "eps": 1e-7}
+    assert not restarts(opt.update, params, opt.init(params), 0, params, **scalars)
+
+    def step(grads, state, count, params, lr):
+        fmuon.update_(opt, params, grads, state, count, lr=lr)
+
+    assert not restarts(step, params, opt.init(params), 0, params, rate)
+
+
+def test_a_vector_is_no_scalar_in_a_graph_either():
+    params = params_of()
+    update = fmuon.compile(fmuon.muon().update, backend="eager")
+    for dtype in (torch.float32, torch.float64):
+        with pytest.raises(fmuon.ConfigurationError, match=r"^lr: a tensor of shape \(1,\)"):
+            update(params, fmuon.init(params), 0, params, lr=torch.ones(1, dtype=dtype))
+
+
 def test_numbers_do_not_recompile_through_the_module_functions():
     params = params_of()
     counter = counting()
