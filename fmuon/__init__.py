@@ -66,7 +66,7 @@ from fmuon.rounding import Stochastic
 from fmuon.second_moment import AdaMuon, NorMuon
 from fmuon.zolotarev import Zolotarev
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "AdaMuon",
