@@ -8,9 +8,9 @@
 Every case is two fresh processes with one cache directory of inductor, first empty, then filled by
 the first. The time is that of the first call of `fmuon.compile(opt.update)`, with all that a
 process compiles or loads for the first time; importing torch and fmuon is not counted. The first
-call also runs the step: "later" is what the second call takes, which only does that. "CPU" is the
-time of the process on all cores up to the first kernel of the first call, which is the part that
-compiles, and says more than the clock where others use the machine.
+call also runs the step: compiling took what it took beyond a later call, the second one of the warm
+process. The records also hold the CPU time of the process up to the first kernel of the first call,
+which says more than the clock where others use the machine.
 """
 
 import argparse

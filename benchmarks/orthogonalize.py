@@ -7,9 +7,10 @@
     python benchmarks/orthogonalize.py --calibrate      fit the constants of fmuon.Auto to records
     python benchmarks/orthogonalize.py --trial          two small stacks, to see that all works
 
-Times are those of eager calls that take turns in one process, beside the two products that no
-method on the Gram matrix does without, X X^T and a square matrix times X. What `fmuon.Auto` knows
-was fitted to some of the shapes; the others tell whether it knows enough.
+Times are those of calls that take turns in one process, beside the two products that no method on
+the Gram matrix does without, X X^T and a square matrix times X. Calls are eager; those of
+`COMPILED` are also timed as a compiled step makes them. What `fmuon.Auto` knows was fitted to some
+of the shapes; the others tell whether it knows enough.
 """
 
 import argparse
@@ -49,6 +50,10 @@ if multiplies_bfloat16(torch.device("cpu")):
         "quintic, Gram, bfloat16": GramNewtonSchulz(dtype="bfloat16"),
         "Polar Express, bfloat16": NewtonSchulz("polar_express", dtype="bfloat16"),
     }
+
+# Timed from a short side of `COMPILED_FROM` on; each takes about ten seconds to compile.
+COMPILED = ("auto, ns5", "auto, high")
+COMPILED_FROM = 256
 
 # (matrices, short side, long side)
 CALIBRATION = (
@@ -112,6 +117,11 @@ def times(stack: int, short: int, long: int, split: str, seconds: float) -> list
 
     # A decomposition takes a hundred times as long as anything else, and is no rival in time.
     subjects = {k: m for k, m in METHODS.items() if k != "exact" or short <= 512}
+    if short >= COMPILED_FROM:
+        torch.compiler.reset()
+        for name in COMPILED:
+            compiled = torch.compile(METHODS[name], fullgraph=True, dynamic=False)
+            subjects[f"{name}, compiled"] = compiled
     timed = {name: Timed(functools.partial(method, x)) for name, method in subjects.items()}
     for subject in timed.values():
         subject.step()

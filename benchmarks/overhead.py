@@ -5,14 +5,15 @@
     python benchmarks/overhead.py --record              and append it to results/overhead.jsonl
     python benchmarks/overhead.py --inventory gpt-128 --cpu
 
-An eager step of FMuon, its orthogonalisation alone on the stacks of that step, a step of FMuon with
-a method that returns what it is given, and one of torch.optim.AdamW(foreach=True) take turns in one
-process. "rest" is the first less the second; "bare" is the third, which says the same without a
-difference of large numbers. --cpu counts the seconds of the process on all of its cores, which say
-more than the clock where others use the machine.
+A step of FMuon, its orthogonalisation alone on the stacks of that step, a step of FMuon with a
+method that returns what it is given, and one of torch.optim.AdamW(foreach=True) take turns in one
+process; those of FMuon eager, and compiled. "rest" is the first less the second; "bare" is the
+third, which says the same without a difference of large numbers. --cpu counts the seconds of the
+process on all of its cores, which say more than the clock where others use the machine.
 """
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from agreement import give
 from harness import Row, Timed
 from inventories import INVENTORIES, TRIAL, Inventory
-from peers import LR, Method, optimizer, shim
+from peers import LR, MODE, Method, optimizer, shim
 from torch import Tensor, nn
 
 import fmuon
@@ -32,6 +33,7 @@ METHODS: dict[str, Method] = {
     "quintic": fmuon.NewtonSchulz(dtype="float32"),
     "auto": fmuon.Auto(),
 }
+FORMS: dict[str, str | bool] = {"FMuon": False, "FMuon compiled": MODE}
 
 
 def main() -> None:
@@ -82,10 +84,14 @@ def measure(
     def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=LR, foreach=True)
 
-    subjects = {"adamw": stepping(optimizer(adamw)), "bare": stepping(shim(_same, compile=False))}
-    for of, method in METHODS.items():
-        subjects[f"{of} step"] = stepping(shim(method, compile=False))
-        subjects[f"{of} alone"] = Timed(_alone(method, weights, gradients))
+    subjects = {"adamw": stepping(optimizer(adamw))}
+    for form, compile in FORMS.items():
+        subjects[f"{form}, bare"] = stepping(shim(_same, compile=compile))
+        for of, method in METHODS.items():
+            subjects[f"{form}, {of} step"] = stepping(shim(method, compile=compile))
+            alone = _alone(method, weights, gradients, compile)
+            alone()
+            subjects[f"{form}, {of} alone"] = Timed(alone)
     times = harness.interleave(subjects, rounds, seconds, clock)
     return {
         "inventory": name,
@@ -99,7 +105,9 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _alone(method: Any, weights: list[Tensor], gradients: list[Tensor]) -> Callable[[], Any]:
+def _alone(
+    method: Any, weights: list[Tensor], gradients: list[Tensor], compile: str | bool
+) -> Callable[[], Any]:
     """The calls of the method in one step of FMuon, on the stacks of that step."""
     calls: list[tuple[Method, Tensor]] = []
 
@@ -125,12 +133,14 @@ def _alone(method: Any, weights: list[Tensor], gradients: list[Tensor]) -> Calla
     running.step()
     assert sum(x.numel() for _, x in calls) == sum(w.numel() for w in weights)
 
-    @torch.no_grad()
-    def orthogonalize() -> None:
-        for chosen, x in calls:
-            chosen(x)
+    methods = [chosen for chosen, _ in calls]
 
-    return orthogonalize
+    @torch.no_grad()
+    def orthogonalize(stacks: list[Tensor]) -> list[Tensor]:
+        return [chosen(x) for chosen, x in zip(methods, stacks, strict=True)]
+
+    function = fmuon.compile(orthogonalize, compile) if isinstance(compile, str) else orthogonalize
+    return functools.partial(function, [x for _, x in calls])
 
 
 def _arguments() -> argparse.Namespace:

@@ -203,6 +203,16 @@ def optimizer(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Bu
     return build
 
 
+def compiled(build: Build) -> Build:
+    """The same with its whole step in torch.compile, breaks and all."""
+
+    def build_compiled(params: list[nn.Parameter]) -> Running:
+        running = build(params)
+        return Running(torch.compile(running.step), running.weights)
+
+    return build_compiled
+
+
 def torch_muon(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     """The one that torch has."""
     return torch.optim.Muon(params, lr=LR, momentum=MOMENTUM, weight_decay=0.0)
@@ -246,10 +256,13 @@ def _pytorch_optimizer(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return Muon([{"params": params, "use_muon": True}], lr=LR, momentum=MOMENTUM)
 
 
-def _heavyball(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    from heavyball import Muon
+def _heavyball(**options: Any) -> Build:
+    def make(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        from heavyball import Muon
 
-    return Muon(params, lr=LR, betas=(MOMENTUM, 0.99))
+        return Muon(params, lr=LR, betas=(MOMENTUM, 0.99), **options)
+
+    return optimizer(make)
 
 
 def _adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -278,6 +291,13 @@ _PEERS = (
         method="gram",
     ),
     Subject(
+        "optimuon compiled, float32, Gram form",
+        "optimuon",
+        "float32",
+        compiled(_optimuon(ns_dtype=torch.float32, **_GRAM)),
+        method="gram",
+    ),
+    Subject(
         "optimuon, float32, else as it is",
         "optimuon",
         "float32",
@@ -286,6 +306,7 @@ _PEERS = (
         same=False,
     ),
     Subject("torch.optim.Muon", "torch", "bfloat16", optimizer(torch_muon)),
+    Subject("torch.optim.Muon compiled", "torch", "bfloat16", compiled(optimizer(torch_muon))),
     Subject("muon-optimizer", "muon-optimizer", "bfloat16", optimizer(_muon_optimizer)),
     Subject(
         "optimuon, bfloat16",
@@ -295,12 +316,24 @@ _PEERS = (
     ),
     Subject("pytorch-optimizer", "pytorch-optimizer", "bfloat16", optimizer(_pytorch_optimizer)),
     Subject(
-        "heavyball",
-        "heavyball",
+        "pytorch-optimizer compiled",
+        "pytorch-optimizer",
         "bfloat16",
-        optimizer(_heavyball),
-        method="other coefficients, stochastic rounding",
-        same=False,
+        compiled(optimizer(_pytorch_optimizer)),
+    ),
+    *(
+        Subject(
+            name,
+            "heavyball",
+            "bfloat16",
+            _heavyball(**options),
+            method="other coefficients, stochastic rounding",
+            same=False,
+        )
+        for name, options in {
+            "heavyball": {},
+            "heavyball compiled": {"compile_step": True},
+        }.items()
     ),
     Subject(
         "optimuon, as it is",

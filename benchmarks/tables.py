@@ -227,15 +227,18 @@ def overhead(rows: Sequence[Row]) -> str:
     """What a step of FMuon takes besides orthogonalising, over a step of AdamW; in milliseconds."""
     lines: list[Sequence[Any]] = []
     for row in rows:
-        adamw, bare = row["seconds_adamw"], row["seconds_bare"]
-        for method in ("quintic", "auto"):
-            step, alone = row[f"seconds_{method} step"], row[f"seconds_{method} alone"]
-            times = (f"{seconds * 1e3:.1f}" for seconds in (step, alone, bare, adamw))
-            ratios = _ratio(step - alone, adamw), _ratio(bare, adamw)
-            lines.append((row["inventory"], method, *times, *ratios))
+        adamw = row["seconds_adamw"]
+        for form in ("FMuon", "FMuon compiled"):
+            bare = row[f"seconds_{form}, bare"]
+            for method in ("quintic", "auto"):
+                step = row[f"seconds_{form}, {method} step"]
+                alone = row[f"seconds_{form}, {method} alone"]
+                times = (f"{seconds * 1e3:.1f}" for seconds in (step, alone, bare, adamw))
+                ratios = _ratio(step - alone, adamw), _ratio(bare, adamw)
+                lines.append((row["inventory"], form, method, *times, *ratios))
     header = (
-        "inventory", "method", "step, ms", "orthogonalising, ms", "bare step, ms", "AdamW, ms",
-        "rest / AdamW", "bare / AdamW",
+        "inventory", "form", "method", "step, ms", "orthogonalising, ms", "bare step, ms",
+        "AdamW, ms", "rest / AdamW", "bare / AdamW",
     )  # fmt: skip
     return _table(header, lines)
 
@@ -244,7 +247,7 @@ def overhead(rows: Sequence[Row]) -> str:
 
 
 def compile_time(rows: Sequence[Row]) -> str:
-    """First calls and the size of the graph, case by case."""
+    """First calls, what compiling takes of them, and the size of the graph, case by case."""
     lines = [
         (
             row["case"],
@@ -253,22 +256,24 @@ def compile_time(rows: Sequence[Row]) -> str:
             row["shapes"],
             f"{row['seconds_cold']:.1f}",
             f"{row['seconds_warm']:.1f}",
-            *_apart(row),
+            *_compiling(row),
             *(row[count] for count in ("graphs", "nodes", "products", "kernels")),
         )
         for row in rows
     ]
     header = (
-        "case", "leaves", "matrices", "shapes", "cold, s", "warm, s", "later, s", "warm, CPU s",
-        "graphs", "nodes", "products", "kernels",
+        "case", "leaves", "matrices", "shapes", "first call cold, s", "warm, s", "later call, s",
+        "compiling cold, s", "warm, s", "graphs", "nodes", "products", "kernels",
     )  # fmt: skip
     return _table(header, lines)
 
 
-def _apart(row: Row) -> list[str]:
-    """What a call that compiles nothing takes, and what compiling takes; not in old records."""
-    seconds = (row.get(name) for name in ("seconds_later", "cpu_seconds_warm"))
-    return ["" if value is None else f"{value:.1f}" for value in seconds]
+def _compiling(row: Row) -> list[str]:
+    """What a later call takes, and how much more the first; not in old records."""
+    if "seconds_later" not in row:
+        return [""] * 3
+    later = row["seconds_later"]
+    return [f"{t:.1f}" for t in (later, row["seconds_cold"] - later, row["seconds_warm"] - later)]
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ On a GPU a Triton kernel leaves out the tiles above the diagonal (see `takes_ker
 """
 
 import importlib.util
-from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, library
@@ -86,51 +86,99 @@ def _(
     return left.new_empty(left.shape[0], left.shape[1], left.shape[1])
 
 
+# ---- by blocks -----------------------------------------------------------------------------------
+
+Lower: TypeAlias = list[Tensor]
+"""A stack of symmetric or lower triangular matrices: the blocks 11, 21 and 22, or one block."""
+
+# Sides from which a product is split in two block rows: X X^T, and W^T W of a triangle.
+_SPLIT_GRAM, _SPLIT_TRIANGLE = 256, 128
+
+
 def gram(x: Stack) -> Stack:
     """X X^T of every matrix of a stack: [k, m, n] -> [k, m, m]."""
     if takes_kernel(x):
         return lower_tiles(x, x.mT)
-    side = x.shape[-2]
-    starts = _starts(side, 256)
-    if len(starts) == 1:
+    half = x.shape[-2] // 2
+    if 2 * half < _SPLIT_GRAM:
         return x @ x.mT
-    stops = [*starts[1:], side]
-    return mirrored(
-        [x[:, i:j] @ x[:, :j].mT for i, j in zip(starts, stops, strict=True)], starts, side
-    )
+    above, below = x[:, :half], x[:, half:]
+    return symmetric_whole([above @ above.mT, below @ above.mT, below @ below.mT])
+
+
+def lower_gram(x: Stack, half: int) -> Lower:
+    """X X^T in lower blocks, cut after so many rows; 0 for one block."""
+    if not half or x.shape[-2] < _SPLIT_GRAM:
+        return lower_blocks(gram(x), half)
+    above, below = x[:, :half], x[:, half:]
+    return [gram(above), below @ above.mT, gram(below)]
 
 
 def sum_of_grams(factors: Stack) -> Stack:
     """sum_j W_j^T W_j of lower triangular factors: [k, poles, m, m] -> [k, m, m]."""
-    _, poles, side, _ = factors.shape
-    starts = _starts(side, 128)
-    if len(starts) == 1:
-        rows = factors.flatten(1, 2)
-        return rows.mT @ rows
-    lower: list[Tensor] = []
-    for i, j in zip(starts, [*starts[1:], side], strict=True):
-        # Rows above i of these columns are zero.
-        pairs = [(factors[:, p, i:, i:j].mT, factors[:, p, i:, :j]) for p in range(poles)]
-        total = pairs[0][0] @ pairs[0][1]
-        for left, right in pairs[1:]:
-            total = torch.baddbmm(total, left, right)
-        lower.append(total)
-    return mirrored(lower, starts, side)
+    half = factors.shape[-1] // 2
+    if 2 * half < _SPLIT_TRIANGLE:
+        return _over_poles(factors, factors)
+    _, corner, second = lower_blocks(factors, half)
+    rows = factors[..., :half]
+    return symmetric_whole(
+        [_over_poles(rows, rows), _over_poles(second, corner), _over_poles(second, second)]
+    )
 
 
-def mirrored(lower: Sequence[Tensor], starts: Sequence[int], side: int) -> Stack:
-    """The symmetric stack whose block rows, up to the diagonal, are given."""
-    places = [slice(i, j) for i, j in zip(starts, [*starts[1:], side], strict=True)]
-    if not writes_blocks(lower[0]):
-        rows = [
-            torch.cat([block, *(below[:, :, here].mT for below in lower[row + 1 :])], -1)
-            for row, (block, here) in enumerate(zip(lower, places, strict=True))
-        ]
-        return torch.cat(rows, -2)
-    whole = lower[0].new_empty(lower[0].shape[0], side, side)
-    for block, here in zip(lower, places, strict=True):
-        whole[:, here, : here.stop] = block
-        whole[:, : here.start, here] = block[:, :, : here.start].mT
+def lower_sum_of_grams(factors: Lower) -> Lower:
+    """The same of factors in lower blocks, [k, poles, m, m] each, and in lower blocks."""
+    if len(factors) == 1:
+        return [sum_of_grams(factors[0])]
+    first, corner, second = factors
+    # Poles below each other: their sum is part of the product.
+    rows = corner.flatten(1, 2)
+    return [
+        sum_of_grams(first) + gram(rows.mT),
+        second.flatten(1, 2).mT @ rows,
+        sum_of_grams(second),
+    ]
+
+
+def _over_poles(left: Stack, right: Stack) -> Stack:
+    """sum_j A_j^T B_j: [k, poles, m, a], [k, poles, m, b] -> [k, a, b], without a copy of views."""
+    total = left[:, 0].mT @ right[:, 0]
+    for pole in range(1, left.shape[1]):
+        total = torch.baddbmm(total, left[:, pole].mT, right[:, pole])
+    return total
+
+
+def lower_blocks(whole: Tensor, half: int) -> Lower:
+    """Views of the blocks of matrices [..., m, m] that are cut after so many rows; 0 for one."""
+    if not half:
+        return [whole]
+    above, below = slice(half), slice(half, None)
+    return [whole[..., above, above], whole[..., below, above], whole[..., below, below]]
+
+
+def on_diagonal(blocks: Lower) -> Lower:
+    """The blocks that hold the diagonal."""
+    return blocks[::2]
+
+
+def frobenius_of_lower(blocks: Lower) -> Tensor:
+    """|A|_F of symmetric matrices, [k, 1, 1]."""
+    squares = [torch.linalg.vector_norm(b, dim=(-2, -1), keepdim=True).square() for b in blocks]
+    return (squares[0] if len(squares) == 1 else squares[0] + 2 * squares[1] + squares[2]).sqrt()
+
+
+def symmetric_whole(blocks: Lower) -> Stack:
+    """The symmetric matrices whose lower blocks are given: [k, m, m]."""
+    if len(blocks) == 1:
+        return blocks[0]
+    above, beside, below = blocks
+    if not writes_blocks(beside):
+        return torch.cat([torch.cat([above, beside.mT], -1), torch.cat([beside, below], -1)], -2)
+    half, side = above.shape[-1], above.shape[-1] + below.shape[-1]
+    whole = above.new_empty(above.shape[0], side, side)
+    for place, block in zip(lower_blocks(whole, half), blocks, strict=True):
+        place.copy_(block)
+    whole[:, :half, half:] = beside.mT
     return whole
 
 
@@ -140,10 +188,3 @@ def writes_blocks(x: Tensor) -> bool:
     There they are concatenated, which inductor makes one loop of, and eager mode several copies.
     """
     return not (torch.compiler.is_compiling() or x.requires_grad)
-
-
-def _starts(side: int, smallest: int) -> list[int]:
-    """Where the block rows start: one up to `smallest`, then two, and four from twice that on."""
-    blocks = 1 if side < smallest else 2 if side < 2 * smallest else 4
-    size = -(-side // blocks)
-    return list(range(0, side, size))

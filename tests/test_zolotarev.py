@@ -9,7 +9,15 @@ from torch.testing import assert_close
 import fmuon
 from fmuon import Zolotarev
 from fmuon.rational import Rational
-from fmuon.symmetric import gram, sum_of_grams
+from fmuon.symmetric import (
+    frobenius_of_lower,
+    gram,
+    lower_blocks,
+    lower_gram,
+    lower_sum_of_grams,
+    sum_of_grams,
+    symmetric_whole,
+)
 from fmuon.zolotarev import inverse_factors
 
 
@@ -124,7 +132,13 @@ def test_symmetric_products_by_blocks(side):
     x = torch.randn(2, side, 30, dtype=torch.float64)
     assert_close(gram(x), x @ x.mT)
     factors = torch.randn(2, 3, side, side, dtype=torch.float64).tril()
-    assert_close(sum_of_grams(factors), (factors.mT @ factors).sum(1))
+    whole = (factors.mT @ factors).sum(1)
+    assert_close(sum_of_grams(factors), whole)
+    for half in (0, 3, side // 2):
+        blocks = lower_gram(x, half)
+        assert_close(symmetric_whole(blocks), x @ x.mT)
+        assert_close(frobenius_of_lower(blocks), (x @ x.mT).norm(dim=(-2, -1), keepdim=True))
+        assert_close(symmetric_whole(lower_sum_of_grams(lower_blocks(factors, half))), whole)
 
 
 def test_differentiates_and_maps():
