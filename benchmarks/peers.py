@@ -207,6 +207,8 @@ def compiled(build: Build) -> Build:
     """The same with its whole step in torch.compile, breaks and all."""
 
     def build_compiled(params: list[nn.Parameter]) -> Running:
+        # All of them share the code of torch.optim.Optimizer, and with it a limit of 8 graphs.
+        torch._dynamo.config.recompile_limit = 64
         running = build(params)
         return Running(torch.compile(running.step), running.weights)
 
