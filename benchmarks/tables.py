@@ -77,7 +77,7 @@ def headline(rows: Sequence[Row]) -> str:
         "milliseconds per step", "form", "fastest peer", "FMuon", "FMuon compiled",
         "update compiled", "peer / best of fmuon", "best of fmuon / floor",
     )  # fmt: skip
-    return f"{_table(header, lines)}\n\n{_footnote(rows)}"
+    return f"{table(header, lines)}\n\n{_footnote(rows)}"
 
 
 def _compared(title: str, form: str, own: Sequence[Row], run: Sequence[Row]) -> Sequence[Any]:
@@ -108,7 +108,7 @@ def step_headline(rows: Sequence[Row]) -> str:
         "inventory", "products", "fastest peer", "ms", "FMuon, ms", "FMuon compiled, ms",
         "best of fmuon, ms", "peer / fmuon", "fmuon / NS floor", "fmuon / two-product floor",
     )  # fmt: skip
-    return f"{_table(header, lines)}\n\n{_footnote(rows)}"
+    return f"{table(header, lines)}\n\n{_footnote(rows)}"
 
 
 def _headline(run: Sequence[Row]) -> Sequence[Any] | None:
@@ -166,7 +166,7 @@ def steps(rows: Sequence[Row], name: str) -> str:
         "optimizer", "version", "products", "min, ms", "median, ms", "/ NS floor",
         "/ two-product floor", "cosine, mean (worst)", "error",
     )  # fmt: skip
-    return "\n\n".join([f"**{name}**. {_floors(run[0])}", _table(header, lines), *failed])
+    return "\n\n".join([f"**{name}**. {_floors(run[0])}", table(header, lines), *failed])
 
 
 def _step_line(row: Row) -> Sequence[Any]:
@@ -240,7 +240,7 @@ def overhead(rows: Sequence[Row]) -> str:
         "inventory", "form", "method", "step, ms", "orthogonalising, ms", "bare step, ms",
         "AdamW, ms", "rest / AdamW", "bare / AdamW",
     )  # fmt: skip
-    return _table(header, lines)
+    return table(header, lines)
 
 
 # ---- compile time --------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def compile_time(rows: Sequence[Row]) -> str:
         "case", "leaves", "matrices", "shapes", "first call cold, s", "warm, s", "later call, s",
         "compiling cold, s", "warm, s", "graphs", "nodes", "products", "kernels",
     )  # fmt: skip
-    return _table(header, lines)
+    return table(header, lines)
 
 
 def _compiling(row: Row) -> list[str]:
@@ -302,7 +302,7 @@ def memory(rows: Sequence[Row]) -> str:
         "inventory", "what", "by", "steady, MiB", "peak, MiB", "peak / steady",
         "peak / hand-written peak",
     )  # fmt: skip
-    return _table(header, lines)
+    return table(header, lines)
 
 
 # ---- orthogonalize -------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def _times(rows: Sequence[Row]) -> str:
         rate = 4 * first["stack"] * first["short"] ** 2 * first["long"] / first["floor"]
         held = "*" if first["split"] == "held out" else ""
         lines.append([" x ".join(map(str, shape)) + held, f"{rate / 1e9:.0f}", *ratios])
-    return _table(("stack x short x long", "two products, GFLOP/s", *names), lines)
+    return table(("stack x short x long", "two products, GFLOP/s", *names), lines)
 
 
 def _choices(rows: Sequence[Row]) -> str:
@@ -348,7 +348,7 @@ def _choices(rows: Sequence[Row]) -> str:
     header = (
         "choice", "shapes", "over its quintic", "at worst", "over the best method", "at worst",
     )  # fmt: skip
-    return _table(header, lines)
+    return table(header, lines)
 
 
 # A choice -> the methods that it is among, the iteration in its standard form first.
@@ -370,7 +370,7 @@ def _qualities(rows: Sequence[Row]) -> str:
             for row in map(by_name.__getitem__, names)
         ]
         lines.append([spectrum, *cells])
-    return _table(("largest, rms, cosine", *names), lines)
+    return table(("largest, rms, cosine", *names), lines)
 
 
 def _grouped(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
@@ -390,11 +390,11 @@ def _mean(ratios: Sequence[float]) -> float:
 def gpu(rows: Sequence[Row]) -> str:
     """What a run on a GPU checked and timed: checks, products, and steps by inventory."""
     checks = [(row["name"], row["result"]) for row in rows if row["case"] == "check"]
-    parts = [_table(("check", "result"), checks)]
+    parts = [table(("check", "result"), checks)]
     header = ("matrices", "dtype", "plain, ms", "lower tiles, ms", "plain / lower tiles")
     products = [_product_line(row) for row in rows if row["case"] == "product"]
     if products:
-        parts.append(_table(header, products))
+        parts.append(table(header, products))
     steps = [row for row in rows if row["case"] == "step"]
     header = (
         "optimizer", "version", "products", "min, ms", "median, ms", "first call, s", "remarks",
@@ -402,7 +402,7 @@ def gpu(rows: Sequence[Row]) -> str:
     for title in dict.fromkeys(row["title"] for row in steps):
         run = [row for row in steps if row["title"] == title]
         run.sort(key=lambda row: row.get("seconds_min", float("inf")))
-        parts.append(f"**{title}**\n\n{_table(header, [_gpu_line(row) for row in run])}")
+        parts.append(f"**{title}**\n\n{table(header, [_gpu_line(row) for row in run])}")
     return "\n\n".join(parts)
 
 
@@ -425,7 +425,8 @@ def _gpu_line(row: Row) -> Sequence[Any]:
 # ---- Markdown ------------------------------------------------------------------------------------
 
 
-def _table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+def table(header: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
+    """Markdown of a header and lines of cells."""
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)
 
