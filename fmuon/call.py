@@ -168,7 +168,7 @@ class Call:
             signature(self.state["missed"]),
             None if self.given_params is None else signature(self.given_params),
             self._named(),
-            self._needs_params(),
+            self._decays(),
             in_place,
         )
 
@@ -182,19 +182,11 @@ class Call:
             for path in value
         )
 
-    def _needs_params(self) -> tuple[str, str] | None:
-        """What this call needs the params for, and how to do without it."""
-        # Only the Python constant 0 says that nothing decays.
+    def _decays(self) -> bool:
+        """Whether weights decay: only the Python constant 0 says that none does."""
         own = [rule.weight_decay or 0 for rule in self.config.rules.values()]
         inherited = self.given.get("weight_decay", self.config.weight_decay)
-        if not all(is_zero(decay) for decay in (inherited, *own)):
-            return "weight decay", "set weight_decay=0"
-        if self.config.rounding is not None:
-            return f"rounding={self.config.rounding}", "set rounding='nearest'"
-        if self.config.master is not None:
-            return f"master={self.config.master!r}", "set master=None"
-        reading = [name for name in self.config.metrics if METRICS[name].needs_params]
-        return (f"the metric {reading[0]!r}", "leave it out") if reading else None
+        return not all(is_zero(decay) for decay in (inherited, *own))
 
     # ---- scalars ---------------------------------------------------------------------------------
 

@@ -388,7 +388,7 @@ def _plan_update(
     missed: Signature,
     params: Signature | None,
     named: tuple[tuple[str, str], ...],
-    needs_params: tuple[str, str] | None,
+    decays: bool,
     in_place: bool,
 ) -> Plan:
     """Check that gradients, state, params and configuration fit together, and group the leaves.
@@ -401,13 +401,13 @@ def _plan_update(
         missed: of the state's counts, which name all of its leaves.
         params: of the params where they were passed.
         named: (option, path) for every leaf that a per-call dict names.
-        needs_params: what the params are needed for, and how to do without it.
+        decays: whether weights decay in this call.
         in_place: whether params and state are written.
     """
     gradients = _specs(grads)
     weights = None if params is None else _specs(params)
     counts = _specs(missed)
-    _check_names(config, gradients, tuple(counts), weights, named, needs_params)
+    _check_names(config, gradients, tuple(counts), weights, named, decays)
     stored = _stored((*((name, name, leaves) for name, leaves in matrices), *slots), counts)
     found: list[MatrixLeaf] = []
     shared: dict[tuple[tuple[int, ...], torch.device], list[str]] = {}
@@ -558,7 +558,7 @@ def _check_names(
     known: Sequence[str],
     params: Specs | None,
     named: Sequence[tuple[str, str]],
-    needs_params: tuple[str, str] | None,
+    decays: bool,
 ) -> None:
     absent = [path for path in known if path not in grads]
     unknown = [
@@ -575,13 +575,25 @@ def _check_names(
     for option, path in named:
         if path not in known:
             raise LeafError(f"{option}: {path!r} is no leaf of the state{near_misses(path, known)}")
-    if needs_params is not None and params is None:
+    needs = _needs_params(config, decays)
+    if needs is not None and params is None:
         raise ConfigurationError(
-            f"{needs_params[0]} needs the params: call update(grads, state, step, params), or "
-            f"{needs_params[1]}"
+            f"{needs[0]} needs the params: call update(grads, state, step, params), or {needs[1]}"
         )
     if params is not None and (absent := [p for p in known if params.get(p) is None]):
         raise LeafError(f"params: missing the leaves {absent}, which the state has")
+
+
+def _needs_params(config: Configuration, decays: bool) -> tuple[str, str] | None:
+    """What the params are needed for, and how to do without it."""
+    if decays:
+        return "weight decay", "set weight_decay=0"
+    if config.rounding is not None:
+        return f"rounding={config.rounding}", "set rounding='nearest'"
+    if config.master is not None:
+        return f"master={config.master!r}", "set master=None"
+    reading = [name for name in config.metrics if METRICS[name].needs_params]
+    return (f"the metric {reading[0]!r}", "leave it out") if reading else None
 
 
 def _is_frozen(config: Configuration, path: str, spec: Spec) -> bool:

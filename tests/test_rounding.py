@@ -188,6 +188,20 @@ def test_a_hundred_steps_move_bfloat16_weights_as_they_move_float32_weights(deca
     assert not torch.equal(other["w"], drawn["w"])
 
 
+@pytest.mark.parametrize(
+    "options", [{"rounding": "stochastic"}, {"master": "mantissa"}, {"metrics": ("update_ratio",)}]
+)
+def test_compiles_where_params_are_needed_though_nothing_decays(options):
+    opt = fmuon.muon(1e-2, orthogonalize=PRECISE, weight_decay=0, **options)
+    params = {"w": torch.randn(4, 6, dtype=torch.bfloat16)}
+    grads, state = {"w": torch.randn(4, 6)}, opt.init(params)
+    compiled = fmuon.compile(opt.update, backend="eager")
+    updates, _ = compiled(grads, state, 0, params)
+    assert_close(updates, opt.update(grads, state, 0, params)[0])
+    with pytest.raises(fmuon.ConfigurationError, match="needs the params"):
+        compiled(grads, state, 0)
+
+
 def test_float16_weights_are_rounded_at_random_too():
     params = {"w": torch.ones(16, 24, dtype=torch.float16)}
     opt = fmuon.muon(1e-4, orthogonalize=PRECISE, rounding="stochastic")
